@@ -1,0 +1,70 @@
+"""Compiled programs kept on disk: the second start loads them and neither traces nor compiles.
+
+The folder holds pickled executables and must be writable by its owner only: loading one runs it.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+logger = logging.getLogger(__name__)
+
+
+def fingerprint(*parts: object) -> str:
+    """A name for what programs depend on: our code, the libraries, the device and the given parts."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parent.parent
+    sources = [p for folder in ("layers", "models", "ops", "sampling", "engine") for p in (package / folder).rglob("*.py")]
+    for source in sorted([*sources, package / "batch.py", package / "sharding.py"]):
+        digest.update(source.read_bytes())
+    device = jax.devices()[0]
+    facts = (jax.__version__, jaxlib.__version__, device.platform, device.device_kind, len(jax.devices()),
+             device.client.platform_version, os.environ.get("XLA_FLAGS", ""), *map(repr, parts))
+    for fact in facts:
+        digest.update(repr(fact).encode())
+    return digest.hexdigest()[:24]
+
+
+class ExecutableStore:
+    """Executables by name in one folder; None as folder keeps nothing."""
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+                logger.warning("not using the compile cache %s: other users may write to it", folder)
+                self._folder = None
+
+    def load(self, name: str) -> Any | None:
+        """The executable, or None when it is absent or no longer loads (it is then made again)."""
+        if self._folder is None:
+            return None
+        path = self._folder / name
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a file cut short or of another build: whatever it raises, compile again
+            logger.warning("compiling %s again: the kept program does not load (%s)", name, error)
+            path.unlink(missing_ok=True)
+            return None
+
+    def save(self, name: str, executable: Any) -> None:
+        """Keep an executable; a full disk or a platform that cannot serialise is not an error."""
+        if self._folder is None:
+            return
+        try:
+            data = pickle.dumps(serialize_executable.serialize(executable))
+            part = self._folder / f"{name}.{os.getpid()}.part"
+            part.write_bytes(data)
+            part.replace(self._folder / name)
+        except Exception as error:
+            logger.warning("cannot keep the compiled program %s: %s", name, error)
