@@ -1,0 +1,1 @@
+"""Text in, token ids out, and back: tokenizers, chat templates, incremental detokenising."""
