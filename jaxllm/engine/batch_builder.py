@@ -50,33 +50,39 @@ def build_vector(
         page_updates: (index into the flat page table, page id).
         params: (slot, packed parameters) of the sequences new on the device.
     """
-    vector = layout.empty()
+    vector = padding_vector(layout, trash_slot=trash_slot, trash_index=trash_index)
     piece = layout.unpack(vector)
     piece["sampler_mode"][0] = sampler_mode
-    piece["decode_slots"][:] = trash_slot
     count = len(plan.decode_rows)
     if count:
         piece["decode_slots"][:count] = [row.slot for row in plan.decode_rows]
         piece["decode_positions"][:count] = [row.start for row in plan.decode_rows]
         piece["decode_steps"][:count] = [row.num_tokens for row in plan.decode_rows]
-    # An unused entry sets entry 0 of the trash slot to the trash page, which it is already.
-    piece["page_updates"][:, 0] = trash_index
     if page_updates:
         piece["page_updates"][: len(page_updates)] = page_updates
     if "prefill_slots" in piece:
-        _fill_prefill(piece, plan.prefill_rows, block_tokens=block_tokens, trash_slot=trash_slot)
+        _fill_prefill(piece, plan.prefill_rows, block_tokens=block_tokens)
         for i, (slot, words) in enumerate(params):
             piece["param_slots"][i] = slot
             piece["params"][i] = words
     return vector
 
 
-def _fill_prefill(
-    piece: dict[str, np.ndarray], rows: SequenceOf[ScheduledRow], *, block_tokens: int, trash_slot: int
-) -> None:
-    piece["prefill_slots"][:] = trash_slot
-    piece["param_slots"][:] = trash_slot
-    piece["block_rows"][:] = len(piece["prefill_slots"])  # row R: its page table is all trash
+def padding_vector(layout: StepLayout, *, trash_slot: int, trash_index: int) -> np.ndarray:
+    """A vector of nothing but padding: it computes on the trash slot and the trash page."""
+    vector = layout.empty()
+    piece = layout.unpack(vector)
+    piece["decode_slots"][:] = trash_slot
+    # An unused update sets entry 0 of the trash slot to the trash page, which it is already.
+    piece["page_updates"][:, 0] = trash_index
+    if "prefill_slots" in piece:
+        piece["prefill_slots"][:] = trash_slot
+        piece["param_slots"][:] = trash_slot
+        piece["block_rows"][:] = len(piece["prefill_slots"])  # row R: its page table is all trash
+    return vector
+
+
+def _fill_prefill(piece: dict[str, np.ndarray], rows: SequenceOf[ScheduledRow], *, block_tokens: int) -> None:
     block = 0
     for i, row in enumerate(rows):
         count = -(-row.num_tokens // block_tokens)

@@ -24,7 +24,7 @@ def flatten_model(model: nnx.Module, *, stack: bool) -> tuple[list[jax.Array], C
     """
     graph, state = nnx.split(model)
     paths, treedef = jax.tree_util.tree_flatten_with_path(state)
-    arrays = [leaf for _, leaf in paths]
+    arrays: list[Any] = [leaf for _, leaf in paths]
     if not stack:
         return arrays, lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
 
@@ -32,17 +32,18 @@ def flatten_model(model: nnx.Module, *, stack: bool) -> tuple[list[jax.Array], C
     for position, (path, leaf) in enumerate(paths):
         kind = _LAYER.sub(r"\1[]", jax.tree_util.keystr(path))
         kinds.setdefault((kind, leaf.shape, leaf.dtype), []).append(position)
-    # nnx orders list entries as text ("10" before "2"): any order will do, as long as it is kept.
     groups = list(kinds.values())
+    count = len(paths)
+    del state, paths, leaf  # what the closure below must not keep alive
     weights = []
     for group in groups:
         parts = [arrays[i] for i in group]
         for i in group:
-            arrays[i] = None  # type: ignore[call-overload]  # let go of the parts as we join them
+            arrays[i] = None  # let go of the parts as we join them
         weights.append(parts[0] if len(parts) == 1 else _stack(parts))
 
     def rebuild(stacked: Any) -> nnx.Module:
-        leaves: list[Any] = [None] * len(paths)
+        leaves: list[Any] = [None] * count
         for group, array in zip(groups, stacked, strict=True):
             for index, position in enumerate(group):
                 leaves[position] = array if len(group) == 1 else array[index]
