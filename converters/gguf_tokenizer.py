@@ -107,7 +107,7 @@ def _vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
         seen: dict[str, int] = {}
         twice = next((t, seen[t], i) for i, t in enumerate(tokens) if seen.setdefault(t, i) != i)
         raise CheckpointError(f"{path}: token {twice[0]!r} has two ids, {twice[1]} and {twice[2]}")
-    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type") or [int(TokenType.NORMAL)] * len(tokens)
     scores = metadata.get("tokenizer.ggml.scores") or []
     for name, values in (("token_type", types), ("scores", scores)):
         if values and len(values) < len(tokens):
@@ -192,7 +192,6 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _add(tokenizer: Tokenizer, added: list[AddedToken]) -> None:
-    # Two calls, as `add_tokens` would drop the special flag of nothing but forget the order of neither.
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
 
