@@ -16,7 +16,8 @@ class OutputProcessor:
     """Collects the deltas of one request.
 
     Give every delta to `add`, then abort the sequences `take_aborts` names (a stop string ended them, the
-    engine does not know). Deltas of a sequence that has ended are ignored, so late ones do no harm. For one thread.
+    engine does not know). Deltas of a sequence that has ended are ignored, so late ones do no harm.
+    For one thread.
 
     Args:
         prepared: the request as it passed the door.
@@ -70,7 +71,10 @@ class OutputProcessor:
         if sequence.finish_reason is not None:
             return None
         self._note(delta)
-        if sequence.add(delta):
+        num_before = len(sequence.tokens)
+        has_ended = sequence.add(delta)
+        self._metrics.num_generation_tokens += len(sequence.tokens) - num_before
+        if has_ended:
             self._num_unfinished -= 1
             if delta.finish_reason is None:
                 self._aborts.append(delta.index)
@@ -103,7 +107,6 @@ class OutputProcessor:
                 metrics.queued_ts = delta.queued_time
                 metrics.scheduled_ts = delta.scheduled_time
                 metrics.first_token_ts = delta.first_token_time
-            metrics.num_generation_tokens += len(delta.tokens)
             metrics.last_token_ts = delta.last_token_time
         if delta.num_cached_tokens > self._num_cached_tokens:
             self._num_cached_tokens = delta.num_cached_tokens
