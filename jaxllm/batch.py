@@ -60,7 +60,7 @@ class StepBatch:
 
     Attributes:
         tokens: token ids.
-        positions: position of each token in its sequence (0 for padding).
+        positions: position of each token in its sequence; padding repeats its block's last one.
         rows: row of each token; R for padding.
         kv_lengths: tokens of each row's sequence after this step (0 for padding rows).
         block_rows: row of each prefill block; R for padding.

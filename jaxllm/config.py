@@ -50,8 +50,14 @@ class EngineConfig:
     attention_backend: str | None = None
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes",
-                     "tensor_parallel_size", "num_decode_steps"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_bytes",
+            "tensor_parallel_size",
+            "num_decode_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

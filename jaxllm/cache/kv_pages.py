@@ -19,9 +19,7 @@ def group_windows(layers: Sequence[KVLayer]) -> tuple[int | None, ...]:
 def page_bytes(layers: Sequence[KVLayer], window: int | None, page_size: int, dtype: str) -> int:
     """Bytes of one page id of a group: it is a page in each of the group's layers."""
     item = jnp.dtype(dtype).itemsize
-    return sum(
-        2 * layer.num_kv_heads * layer.head_dim * page_size * item for layer in layers if layer.window == window
-    )
+    return sum(2 * layer.num_kv_heads * layer.head_dim * page_size * item for layer in layers if layer.window == window)
 
 
 def group_sizes(
@@ -55,8 +53,10 @@ def group_sizes(
             per_row = min(longest, -(-window // page_size) + 2)
             most.append(per_row * max_num_seqs + -(-max_num_batched_tokens // page_size) + 1)
     if num_pages is not None:
-        return tuple(num_pages + 1 if window is None or len(windows) == 1 else min(num_pages, limit) + 1
-                     for window, limit in zip(windows, most, strict=True))
+        return tuple(
+            num_pages + 1 if window is None or len(windows) == 1 else min(num_pages, limit) + 1
+            for window, limit in zip(windows, most, strict=True)
+        )
     # Give every group pages for equal numbers of tokens until the window groups have enough.
     left, sizes = kv_cache_bytes, [0] * len(windows)
     for i in sorted(range(len(windows)), key=lambda i: most[i]):

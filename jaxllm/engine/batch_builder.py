@@ -6,10 +6,8 @@ import numpy as np
 
 from jaxllm.engine.buckets import Bucket
 from jaxllm.engine.layout import StepLayout
-from jaxllm.engine.request import Sequence
-from jaxllm.engine.scheduler import ScheduledRow, StepPlan
+from jaxllm.engine.step_plan import ScheduledRow, StepPlan
 
-PageUpdate = tuple[int, int, int, int]
 SequenceParams = tuple[int, np.ndarray]
 
 
@@ -96,15 +94,7 @@ def _fill_prefill(piece: dict[str, np.ndarray], rows: SequenceOf[ScheduledRow], 
         piece["block_starts"][blocks] = np.arange(row.start, row.start + row.num_tokens, block_tokens)
         piece["block_counts"][blocks] = block_tokens
         piece["block_counts"][block + count - 1] = row.num_tokens - (count - 1) * block_tokens
-        piece["prefill_tokens"][first : first + row.num_tokens] = known_tokens(row.sequence, row.start, row.num_tokens)
+        piece["prefill_tokens"][first : first + row.num_tokens] = row.sequence.read_tokens(
+            row.start, row.start + row.num_tokens
+        )
         block += count
-
-
-def known_tokens(sequence: Sequence, start: int, count: int) -> list[int]:
-    """Tokens start .. start+count-1 of prompt and output."""
-    prompt = len(sequence.prompt_tokens)
-    if start + count <= prompt:
-        return sequence.prompt_tokens[start : start + count]
-    if start >= prompt:
-        return sequence.output_tokens[start - prompt : start - prompt + count]
-    return sequence.prompt_tokens[start:] + sequence.output_tokens[: start + count - prompt]

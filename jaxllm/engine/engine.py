@@ -6,13 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
-from jaxllm.config import EngineConfig
-from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta, TokenLogprobs
-from jaxllm.engine.request import Sequence
-from jaxllm.engine.runner import Launch, Runner
-from jaxllm.engine.scheduler import ScheduledRow, Scheduler, StepPlan
-from jaxllm.errors import RequestError
 from jaxllm.sampling.state import (
     check_limits,
     needs_history,
@@ -21,6 +14,14 @@ from jaxllm.sampling.state import (
     rare_arguments,
     required_mode,
 )
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta, TokenLogprobs
+from jaxllm.engine.request import Request, Sequence
+from jaxllm.engine.runner import Launch, Runner
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.step_plan import ScheduledRow, StepPlan
+from jaxllm.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -65,21 +66,23 @@ class Engine:
         """
         sampling = request.sampling
         self._check(request)
-        sequences = Sequence.from_request(request)
-        for sequence in sequences:
+        made = Request.from_engine_request(request)
+        for sequence in made.sequences:
             if sampling.seed is not None:
                 seed = (sampling.seed + sequence.index) % 2**63
             else:
                 seed = int(self._random.integers(2**63))
-            wants_prompt = sampling.prompt_logprobs is not None and sequence.index == 0
+            scores: list[TokenLogprobs | None] | None = None
+            if sampling.prompt_logprobs is not None and sequence.index == 0:
+                scores = [None] * len(request.prompt_tokens)
             self._device_params[sequence] = _DeviceParams(
                 sampler_mode=required_mode(sampling, request.bad_word_tokens),
                 seed=seed,
                 request=request,
                 num_logprobs=sampling.logprobs,
-                prompt_logprobs=[None] * len(request.prompt_tokens) if wants_prompt else None,
+                prompt_logprobs=scores,
             )
-        self.scheduler.add(sequences)
+        self.scheduler.add(made.sequences)
         self._prompt_tokens += len(request.prompt_tokens)
 
     def _check(self, request: EngineRequest) -> None:
@@ -135,6 +138,7 @@ class Engine:
         for sequence in plan.new_sequences:
             device = self._device_params[sequence]
             request, slot = device.request, sequence.slot
+            assert slot is not None, f"{sequence} is new on the device without a slot"
             words = pack_params(
                 request.sampling,
                 prompt_length=len(sequence.prompt_tokens),
@@ -148,7 +152,7 @@ class Engine:
                     slot, rare_arguments(request.sampling, self.runner.limits, request.bad_word_tokens)
                 )
             if needs_history(request.sampling, request.bad_word_tokens):
-                tokens = sequence.prompt_tokens + sequence.output_tokens
+                tokens = sequence.read_tokens(0, sequence.num_tokens)
                 self.runner.set_history(slot, tokens, len(sequence.prompt_tokens))
         self._num_steps += plan.num_steps
         rows = [*plan.decode_rows, *(row for row in plan.prefill_rows if row.samples)]
@@ -169,7 +173,7 @@ class Engine:
         for position, commit in enumerate(self.scheduler.commit(launch.plan, sampled)):
             sequence = commit.sequence
             device = self._device_params.get(sequence)
-            if device is None or not (commit.new_tokens or sequence.finish_reason):
+            if device is None or not (commit.new_tokens or commit.finished):
                 continue
             deltas.append(self._delta(sequence, device, commit.new_tokens, launch.row_index(position), read_logprobs))
             self._generation_tokens += len(commit.new_tokens)
@@ -277,9 +281,7 @@ def _logprobs_reader(launch: Launch) -> Callable[[int, int, int], TokenLogprobs]
     def read(step: int, row: int, count: int) -> TokenLogprobs:
         if not arrays:
             result = launch.result
-            arrays.extend(
-                np.asarray(a) for a in (result.tokens, result.chosen, result.top_ids, result.top_logprobs)
-            )
+            arrays.extend(np.asarray(a) for a in (result.tokens, result.chosen, result.top_ids, result.top_logprobs))
         tokens, chosen, top_ids, top_logprobs = arrays
         return TokenLogprobs(
             [int(tokens[step, row]), *top_ids[step, row, :count].tolist()],
@@ -288,4 +290,3 @@ def _logprobs_reader(launch: Launch) -> Callable[[int, int, int], TokenLogprobs]
         )
 
     return read
-

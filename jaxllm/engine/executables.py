@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
@@ -21,12 +20,22 @@ def fingerprint(*parts: object) -> str:
     """A name for what programs depend on: our code, the libraries, the device and the given parts."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parent.parent
-    sources = [p for folder in ("layers", "models", "ops", "sampling", "engine") for p in (package / folder).rglob("*.py")]
+    sources = [
+        p for folder in ("layers", "models", "ops", "sampling", "engine") for p in (package / folder).rglob("*.py")
+    ]
     for source in sorted([*sources, package / "batch.py", package / "sharding.py"]):
         digest.update(source.read_bytes())
     device = jax.devices()[0]
-    facts = (jax.__version__, jaxlib.__version__, device.platform, device.device_kind, len(jax.devices()),
-             device.client.platform_version, os.environ.get("XLA_FLAGS", ""), *map(repr, parts))
+    facts = (
+        jax.__version__,
+        jax.lib.__version__,
+        device.platform,
+        device.device_kind,
+        len(jax.devices()),
+        device.client.platform_version,
+        os.environ.get("XLA_FLAGS", ""),
+        *map(repr, parts),
+    )
     for fact in facts:
         digest.update(repr(fact).encode())
     return digest.hexdigest()[:24]

@@ -22,8 +22,7 @@ class StepLayout:
     def unpack(self, vector: Any) -> dict[str, Any]:
         """Views (numpy) or slices (jax) of the pieces."""
         return {
-            name: vector[offset : offset + prod(shape)].reshape(shape)
-            for name, (offset, shape) in self.pieces.items()
+            name: vector[offset : offset + prod(shape)].reshape(shape) for name, (offset, shape) in self.pieces.items()
         }
 
     def empty(self) -> np.ndarray:

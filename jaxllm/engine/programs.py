@@ -4,20 +4,20 @@ Each has one fixed shape, so that warm-up compiles it once and no request ever w
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dataclasses import replace
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxllm.sampling import state as sampling_state
+from jaxllm.sampling.state import HISTORY_CHUNK, SamplingLimits
 
 from jaxllm.cache.kv_pages import pages_sharding
 from jaxllm.engine.executables import ExecutableStore
 from jaxllm.engine.step import RequestState, build_prompt_logprobs
-from jaxllm.sampling import state as sampling_state
-from jaxllm.sampling.state import HISTORY_CHUNK, SamplingLimits
 
 UPDATE_BATCH = 1024
 PAGE_BATCH = 16
@@ -77,8 +77,7 @@ class SmallPrograms:
             members = [i for i, g in enumerate(groups) if g == group]
             arrays = [page_args[i] for i in members]
             values = [
-                jax.ShapeDtypeStruct((PAGE_BATCH, *a.shape[1:]), a.dtype, sharding=pages_sharding(mesh))
-                for a in arrays
+                jax.ShapeDtypeStruct((PAGE_BATCH, *a.shape[1:]), a.dtype, sharding=pages_sharding(mesh)) for a in arrays
             ]
             sharded = [pages_sharding(mesh)] * len(members)
             self._recipes[f"read-pages-{group}"] = (
@@ -111,9 +110,7 @@ class SmallPrograms:
             self._programs[name] = function.lower(*abstract).compile()
         return self._programs[name](*arguments)
 
-    def update_pages(
-        self, state: RequestState, updates: Sequence[tuple[int, int]], trash_index: int
-    ) -> RequestState:
+    def update_pages(self, state: RequestState, updates: Sequence[tuple[int, int]], trash_index: int) -> RequestState:
         """Set entries of the flat page table; at most UPDATE_BATCH of them."""
         array = np.full((UPDATE_BATCH, 2), (trash_index, 0), np.int32)
         array[: len(updates)] = updates
@@ -177,9 +174,7 @@ def _set_rare(state: RequestState, slot: jax.Array, arguments: Any) -> RequestSt
 def _init_history(
     state: RequestState, slot: jax.Array, tokens: jax.Array, start: jax.Array, prompt_length: jax.Array
 ) -> RequestState:
-    return replace(
-        state, sampling=sampling_state.init_history(state.sampling, slot, tokens, start, prompt_length)
-    )
+    return replace(state, sampling=sampling_state.init_history(state.sampling, slot, tokens, start, prompt_length))
 
 
 def _read_pages(pages: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
@@ -187,6 +182,4 @@ def _read_pages(pages: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
 
 
 def _write_pages(pages: list[jax.Array], ids: jax.Array, values: list[jax.Array]) -> list[jax.Array]:
-    return [
-        array.at[ids].set(value, mode="promise_in_bounds") for array, value in zip(pages, values, strict=True)
-    ]
+    return [array.at[ids].set(value, mode="promise_in_bounds") for array, value in zip(pages, values, strict=True)]

@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxllm.sampling.sampler import FULL, GREEDY, SAMPLED
+from jaxllm.sampling.state import PARAM_WORDS, SamplingLimits, init_state
 
 from jaxllm.batch import AttentionPlan, KVLayer
 from jaxllm.cache.kv_pages import HostPages, allocate_pages, group_windows, pages_sharding
@@ -22,11 +24,9 @@ from jaxllm.engine.buckets import Bucket, BucketGrid
 from jaxllm.engine.executables import ExecutableStore
 from jaxllm.engine.layout import StepLayout, step_layout
 from jaxllm.engine.programs import HISTORY_CHUNK, PAGE_BATCH, PROMPT_BLOCK, UPDATE_BATCH, SmallPrograms
-from jaxllm.engine.scheduler import StepPlan
 from jaxllm.engine.step import RequestState, StepResult, build_step
+from jaxllm.engine.step_plan import StepPlan
 from jaxllm.engine.weights import flatten_model
-from jaxllm.sampling.sampler import FULL, GREEDY, SAMPLED
-from jaxllm.sampling.state import PARAM_WORDS, SamplingLimits, init_state
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class Runner:
         group_sizes: Sequence[int],
         swap_sizes: Sequence[int],
         vocab_size: int,
+        hidden_size: int,
         mesh: Mesh,
         platform: str,
         attention: str,
@@ -121,9 +122,7 @@ class Runner:
         self._plan = AttentionPlan(
             attention, mesh, windows, config.page_size, self.profile.block_tokens, self.profile.dynamic_length
         )
-        self._pages = allocate_pages(
-            kv_layers, group_sizes, page_size=config.page_size, dtype=config.dtype, mesh=mesh
-        )
+        self._pages = allocate_pages(kv_layers, group_sizes, page_size=config.page_size, dtype=config.dtype, mesh=mesh)
         self._pages_sharding = pages_sharding(mesh)
         self.limits = SamplingLimits(
             max_num_seqs=config.max_num_seqs, vocab_size=vocab_size, max_logprobs=config.max_logprobs
@@ -134,7 +133,17 @@ class Runner:
         self._layouts: dict[Bucket, StepLayout] = {}
         self._compiled: dict[Bucket, Any] = {}
         self._compile_lock = threading.Lock()
-        self._small = SmallPrograms(self._rebuild, self._weights, self._pages, self._state, self.limits, mesh)
+        self._small = SmallPrograms(
+            self._rebuild,
+            self._weights,
+            self._pages,
+            self.host_pages.groups,
+            self._state,
+            self.limits,
+            hidden_size=hidden_size,
+            hidden_dtype=jnp.dtype(config.dtype),
+            mesh=mesh,
+        )
         self.num_launches = 0
         self.num_compiles = 0
         self.num_loaded = 0
@@ -154,11 +163,13 @@ class Runner:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile the buckets without which some step could not run; the finer ones in the background."""
-        self._small.compile_all(self._store)
-        self._compile_many(self.grid.first(), progress)
-        self._warm_run(self.grid.first())
+        needed = self.grid.first()
+        self._compile_many(needed, progress)
+        self._warm_run(needed)
+        old = threading.stack_size(COMPILE_STACK_BYTES)
         self._background = threading.Thread(target=self._compile_rest, name="compile", daemon=True)
         self._background.start()
+        threading.stack_size(old)
 
     def wait_for_background(self) -> None:
         """Block until every bucket of the grid is compiled."""
@@ -166,6 +177,10 @@ class Runner:
             self._background.join()
 
     def _compile_rest(self) -> None:
+        for name in self._small.names(swap=self.config.swap_bytes > 0):
+            if self._stop.is_set():
+                return
+            self.num_compiles += self._small.compile(name, self._store)
         for bucket in self.grid.buckets():
             if self._stop.is_set():
                 return

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxllm.sampling.sampler import sample
+from jaxllm.sampling.state import SamplingState, apply_params
 from jaxtyping import Array, Float, Int
 
 from jaxllm.batch import AttentionPlan, StepBatch
 from jaxllm.engine.buckets import Bucket
 from jaxllm.engine.layout import StepLayout
-from jaxllm.sampling.sampler import sample
-from jaxllm.sampling.state import SamplingState, apply_params
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,7 @@ def build_step(
         mode = piece["sampler_mode"][0] if bucket.sampler_mode is None else bucket.sampler_mode
         if bucket.num_steps == 1:
             result, pages, state = _one_step(model, pages, state, piece, bucket, plan, mode, 0)
-            return jax.tree.map(lambda x: x[None], result[:4]) + (result[4],), pages, state
+            return (*(x[None] for x in result[:4]), result[4]), pages, state
 
         def body(j, carry):
             outputs, pages, state = carry
@@ -76,9 +76,7 @@ def build_step(
             outputs = jax.tree.map(lambda all_, x: all_.at[j].set(x), outputs, tuple(result[:4]))
             return outputs, pages, state
 
-        shapes = jax.eval_shape(
-            lambda: _one_step(model, pages, state, piece, bucket, plan, mode, 0)[0]
-        )
+        shapes = jax.eval_shape(lambda: _one_step(model, pages, state, piece, bucket, plan, mode, 0)[0])
         outputs = tuple(jnp.zeros((bucket.num_steps, *x.shape), x.dtype) for x in shapes[:4])
         outputs, pages, state = jax.lax.fori_loop(0, bucket.num_steps, body, (outputs, pages, state))
         return (*outputs, jnp.zeros((0, 0), shapes[4].dtype)), pages, state
@@ -128,8 +126,11 @@ def _one_step(
     if C:
         block_rows = piece["block_rows"] + D
         inside = jnp.arange(Q, dtype=jnp.int32)[None, :]
-        valid = inside < piece["block_counts"][:, None]
-        prefill_positions = jnp.where(valid, piece["block_starts"][:, None] + inside, 0).reshape(-1)
+        counts = piece["block_counts"][:, None]
+        valid = inside < counts
+        # Padding repeats the block's last position: a window starts at the block's lowest one.
+        last = jnp.maximum(counts - 1, 0)
+        prefill_positions = (piece["block_starts"][:, None] + jnp.minimum(inside, last)).reshape(-1)
         prefill_rows = jnp.where(valid, block_rows[:, None], R).reshape(-1)
         tokens = jnp.concatenate([tokens, piece["prefill_tokens"]])
         positions = jnp.concatenate([positions, prefill_positions])

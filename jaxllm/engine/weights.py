@@ -29,12 +29,12 @@ def flatten_model(model: nnx.Module, *, stack: bool) -> tuple[list[jax.Array], C
         return arrays, lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
 
     kinds: dict[tuple, list[int]] = {}
-    for position, (path, leaf) in enumerate(paths):
+    for position, (path, _) in enumerate(paths):
         kind = _LAYER.sub(r"\1[]", jax.tree_util.keystr(path))
-        kinds.setdefault((kind, leaf.shape, leaf.dtype), []).append(position)
+        kinds.setdefault((kind, arrays[position].shape, arrays[position].dtype), []).append(position)
     groups = list(kinds.values())
     count = len(paths)
-    del state, paths, leaf  # what the closure below must not keep alive
+    del state, paths  # what the closure below must not keep alive
     weights = []
     for group in groups:
         parts = [arrays[i] for i in group]

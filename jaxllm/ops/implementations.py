@@ -13,7 +13,15 @@ ATTENTION: dict[str, Callable] = {
 # Names that users of other engines write; each maps to what serves the same purpose here.
 ATTENTION_ALIASES = {
     name: "xla"
-    for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN", "TORCH_SDPA", "PALLAS")
+    for name in (
+        "FLASH_ATTN",
+        "FLASHINFER",
+        "TRITON_ATTN",
+        "FLEX_ATTENTION",
+        "CPU_ATTN",
+        "TORCH_SDPA",
+        "PALLAS",
+    )
 }
 
 

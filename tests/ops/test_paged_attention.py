@@ -59,5 +59,5 @@ def test_backend_names():
     assert choose_attention(None)[0] == "xla"
     assert choose_attention("reference")[0] == "reference"
     assert choose_attention("flash_attn")[0] == "xla"
-    with pytest.raises(ValueError, match="unknown attention backend 'nope'; known: .*xla"):
+    with pytest.raises(ValueError, match=r"unknown attention backend 'nope'; known: .*xla"):
         choose_attention("nope")

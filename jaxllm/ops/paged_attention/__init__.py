@@ -1,7 +1,7 @@
 """Paged attention: write the step's keys and values into their pages, then attend over the pages.
 
-    pages[page_table[r, p // S], :, :, p % S] = k, v        for each token of row r at position p
-    out[t] = softmax(soft_cap(scale * q[t] @ K.T) + causal/window mask) @ V       over its row's pages
+pages[page_table[r, p // S], :, :, p % S] = k, v        for each token of row r at position p
+out[t] = softmax(soft_cap(scale * q[t] @ K.T) + causal/window mask) @ V       over its row's pages
 """
 
 import jax

@@ -53,6 +53,7 @@ SPECS = (
     Spec("smollm2_135m", decode=(7, 130), chunks=((0, 33),), num_heads=9, num_kv_heads=3, head_dim=64),
     replace(_MIXED, name="window", window=37),
     replace(_MIXED, name="window_below_page", window=3),
+    Spec("window_long", decode=(1500, 40), chunks=((1200, 20),), window=40),
     replace(_MIXED, name="soft_cap", soft_cap=5.0),
     replace(_MIXED, name="gemma2", window=64, soft_cap=50.0, head_dim=32),
     replace(_MIXED, name="large_pages", page_size=64, block_tokens=8),
@@ -110,7 +111,8 @@ def make_case(
     rows[:D] = np.arange(D)
     token, block_rows = D, []
     for i, ((before, count), num_blocks) in enumerate(zip(spec.chunks, blocks, strict=True)):
-        positions[token : token + count] = np.arange(before, before + count)
+        last = before + count - 1
+        positions[token : token + num_blocks * block] = np.minimum(np.arange(before, before + num_blocks * block), last)
         rows[token : token + count] = D + i
         block_rows += [D + i] * num_blocks
         token += num_blocks * block

@@ -79,10 +79,7 @@ def _attend_blocks(
     first_page = jnp.zeros_like(last)
     if window is not None:
         first_page = jnp.maximum(jnp.min(positions, axis=1) - (window - 1), 0) // size
-    if plan.dynamic_length:
-        trips = jnp.max(last // size - first_page) // chunk + 1
-    else:
-        trips = -(-span // chunk)
+    trips = jnp.max(last // size - first_page) // chunk + 1 if plan.dynamic_length else -(-span // chunk)
 
     query = jnp.moveaxis(q, 1, 3).reshape(B, K, G * Q, H)
     position = jnp.broadcast_to(positions[:, None, :], (B, G, Q)).reshape(B, G * Q)
@@ -116,7 +113,8 @@ def _attend_blocks(
         weights = jnp.exp(scores - shift[..., None])
         correction = jnp.exp(running_max - shift)
         total = total * correction + jnp.sum(weights, axis=-1)
-        update = jnp.einsum("bkms,bksh->bkmh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        weights = weights.astype(value.dtype)
+        update = jnp.einsum("bkms,bksh->bkmh", weights, value, preferred_element_type=jnp.float32)
         return new_max, total, out * correction[..., None] + update
 
     shape = (B, K, G * Q)

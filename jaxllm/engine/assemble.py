@@ -1,0 +1,131 @@
+"""From a model with its weights in place to an engine: pool sizes, scheduler, runner, warm-up."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.batch import KVLayer
+from jaxllm.cache.kv_pages import group_sizes, group_windows, page_bytes
+from jaxllm.cache.page_pool import PageGroup
+from jaxllm.config import EngineConfig
+from jaxllm.engine.buckets import grid_for
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.executables import ExecutableStore, fingerprint
+from jaxllm.engine.protocol import ModelInfo
+from jaxllm.engine.runner import PROFILES, Progress, Runner, sampler_modes_for
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.ops.implementations import choose_attention
+
+logger = logging.getLogger(__name__)
+
+
+def assemble_engine(
+    model: nnx.Module,
+    config: EngineConfig,
+    *,
+    kv_layers: Sequence[KVLayer],
+    vocab_size: int,
+    hidden_size: int,
+    mesh: Mesh,
+    platform: str,
+    model_facts: object,
+    progress: Progress | None = None,
+) -> Engine:
+    """Build an engine around a model.
+
+    Args:
+        model: with its arrays in place; the engine takes them over, so let go of it.
+        config: validated.
+        kv_layers: what each attention layer stores.
+        vocab_size: size of the logits.
+        hidden_size: size of the final hidden state.
+        mesh: where the arrays are.
+        platform: "cpu", "gpu" or "tpu".
+        model_facts: whatever the compiled programs depend on besides `config` (the model's own
+            configuration); its repr enters the key of the kept programs.
+        progress: told of each compiled program.
+
+    Raises:
+        ValueError: the KV memory is too small for a single page, an unknown attention backend.
+    """
+    profile = PROFILES[platform]
+    attention, reason = choose_attention(config.attention_backend)
+    logger.info("attention: %s (%s)", attention, reason)
+    windows = group_windows(kv_layers)
+    sizes = group_sizes(
+        kv_layers,
+        page_size=config.page_size,
+        dtype=config.dtype,
+        kv_cache_bytes=config.kv_cache_bytes,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_pages=config.num_pages,
+    )
+    swap_sizes = _swap_sizes(kv_layers, sizes, config)
+    scheduler = Scheduler(
+        [PageGroup(_group_name(window), window, size) for window, size in zip(windows, sizes, strict=True)],
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_decode_steps=config.num_decode_steps,
+        num_swap_pages=[max(0, size - 1) for size in swap_sizes],
+        max_prefill_rows=profile.max_prefill_rows,
+    )
+    grid = grid_for(
+        platform,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_pages=-(-config.max_model_len // config.page_size),
+        max_prefill_rows=profile.max_prefill_rows,
+        block_tokens=profile.block_tokens,
+        num_decode_steps=config.num_decode_steps,
+        sampler_modes=sampler_modes_for(platform),
+    )
+    folder = None
+    if config.cache_dir is not None:
+        folder = Path(config.cache_dir) / fingerprint(config, model_facts, sizes, attention)
+    runner = Runner(
+        model,
+        config,
+        kv_layers=kv_layers,
+        group_sizes=sizes,
+        swap_sizes=swap_sizes,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        mesh=mesh,
+        platform=platform,
+        attention=attention,
+        grid=grid,
+        store=ExecutableStore(folder),
+    )
+    info = ModelInfo(
+        vocab_size=vocab_size,
+        max_model_len=config.max_model_len,
+        max_logprobs=config.max_logprobs,
+        max_num_seqs=config.max_num_seqs,
+        kv_capacity_tokens=scheduler.capacity_tokens(),
+        page_size=config.page_size,
+    )
+    for window, size in zip(windows, sizes, strict=True):
+        logger.info("KV pages, %s: %d of %d tokens", _group_name(window), size - 1, config.page_size)
+    if not config.enforce_eager:
+        runner.warm_up(progress)
+    return Engine(runner, scheduler, config, info)
+
+
+def _group_name(window: int | None) -> str:
+    return "full attention" if window is None else f"sliding window {window}"
+
+
+def _swap_sizes(kv_layers: Sequence[KVLayer], sizes: Sequence[int], config: EngineConfig) -> tuple[int, ...]:
+    """Host pages of each group, in the proportion of the device's."""
+    windows = group_windows(kv_layers)
+    cost = [page_bytes(kv_layers, window, config.page_size, config.dtype) for window in windows]
+    total = sum(size * c for size, c in zip(sizes, cost, strict=True))
+    return tuple(int(size * config.swap_bytes / total) if config.swap_bytes else 0 for size in sizes)
