@@ -23,8 +23,9 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 """Type of a content part that is text -> the key that holds it."""
 _MEDIA_WORDS = ("image", "audio", "video", "file", "embeds")
 _NOT_VARIABLES = frozenset(
-    "self conversation messages tools documents chat_template tokenize padding truncation max_length "
-    "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+    {"self", "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"}
+    | {"truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"tokenizer_kwargs"}
 )
 """Names that chat_template_kwargs may not set: they are arguments of the rendering itself."""
 
