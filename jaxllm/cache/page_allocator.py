@@ -65,8 +65,7 @@ class PageAllocator:
             raise ValueError("a model needs at least one page group, got none")
         if num_swap_pages is not None and len(num_swap_pages) != len(groups):
             raise ValueError(
-                f"num_swap_pages must have one number for each of {len(groups)} page groups, "
-                f"got {list(num_swap_pages)}"
+                f"num_swap_pages must have one number for each of {len(groups)} page groups, got {list(num_swap_pages)}"
             )
         self.groups = tuple(groups)
         self.page_size = page_size
@@ -96,9 +95,7 @@ class PageAllocator:
         available = min(pool.num_available for pool in self.pools)
         return max(0, min(wanted, pages.num_positions + available * self.page_size - start))
 
-    def fits_whole(
-        self, pages: SequencePages, end: int, chunk: int, reserves: Sequence[int], *, swapped: bool
-    ) -> bool:
+    def fits_whole(self, pages: SequencePages, end: int, chunk: int, reserves: Sequence[int], *, swapped: bool) -> bool:
         """Whether positions up to `end` fit, computed in chunks, with `reserves` pages per group left over.
 
         `swapped`: the pages are swapped out, so their device pages count as well.
@@ -214,9 +211,7 @@ class PageAllocator:
         groups: list[list[int]] = []
         for group, entries in enumerate(pages.host):
             held = [TRASH_PAGE] * (pages.num_swapped - len(entries))
-            for (index, host_page), page_id in zip(
-                entries, self.pools[group].allocate(len(entries)), strict=True
-            ):
+            for (index, host_page), page_id in zip(entries, self.pools[group].allocate(len(entries)), strict=True):
                 held.append(page_id)
                 new.append((group, index, page_id))
                 copies.append((group, page_id, host_page))

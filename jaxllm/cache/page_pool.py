@@ -38,8 +38,7 @@ class PageGroup:
             raise ValueError(f"window of page group {self.name!r} must be at least 1, got {self.window}")
         if self.num_pages < 2:
             raise ValueError(
-                f"page group {self.name!r} must have at least 2 pages (one is the trash page), "
-                f"got {self.num_pages}"
+                f"page group {self.name!r} must have at least 2 pages (one is the trash page), got {self.num_pages}"
             )
 
 
@@ -163,8 +162,7 @@ class PagePool:
             either = sorted(counted.keys() | expected)
             wrong = [page for page in either if counted.get(page) != expected.get(page)]
             details = ", ".join(
-                f"page {page}: {counted.get(page, 0)} counted, {expected.get(page, 0)} held"
-                for page in wrong[:8]
+                f"page {page}: {counted.get(page, 0)} counted, {expected.get(page, 0)} held" for page in wrong[:8]
             )
             raise AssertionError(f"{self.name}: wrong reference counts ({len(wrong)} pages): {details}")
         free, cached, used = set(self._free), set(self._cached), set(counted)

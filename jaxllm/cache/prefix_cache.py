@@ -14,10 +14,10 @@ n pages:
 The longest hit that all groups allow is taken.
 """
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from struct import Struct
 
 from jaxllm.cache.page_pool import TRASH_PAGE, PagePool
 
@@ -71,6 +71,7 @@ class PrefixCache:
         self._pools = list(pools)
         self._windows = list(windows)
         self._page_size = page_size
+        self._pack = Struct(f"{page_size}q").pack
         self._generation = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -168,7 +169,7 @@ class PrefixCache:
             start, stop = index * size, (index + 1) * size
             parent = digests[-1] if digests else self._root(chain.generation)
             page = blake2b(parent, digest_size=DIGEST_BYTES)
-            page.update(array("q", read_tokens(start, stop)).tobytes())
+            page.update(self._pack(*read_tokens(start, stop)))
             for key in chain.extra_keys:
                 if start <= key.position < stop:
                     page.update(repr((key.kind, key.value, key.position)).encode())

@@ -16,6 +16,7 @@ from enum import Enum
 from jaxllm.cache.page_allocator import SequencePages
 from jaxllm.cache.prefix_cache import ExtraKey
 from jaxllm.engine.protocol import EngineRequest, FinishReason
+from jaxllm.errors import RequestError
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -112,6 +113,31 @@ class Sequence:
             return self.prompt_tokens[start:stop]
         output = self.output_tokens[max(0, start - length) : stop - length]
         return [*self.prompt_tokens[start:length], *output] if start < length else output
+
+    def limit_length(self, max_model_len: int, capacity: int) -> None:
+        """Set max_total_tokens.
+
+        Without max_tokens the sequence may go on to the end of the context, or of the KV cache.
+
+        Raises:
+            RequestError: a prompt that is empty or too long, or a length that can never fit.
+        """
+        length, max_tokens = len(self.prompt_tokens), self.sampling.max_tokens
+        if length == 0:
+            raise RequestError("the prompt must have at least 1 token, got 0", "prompt")
+        if length >= max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens; it must be shorter than max_model_len={max_model_len}",
+                "prompt",
+            )
+        total = min(max_model_len, length + (1 if max_tokens is None else max_tokens))
+        if total > capacity:
+            raise RequestError(
+                f"{length} prompt tokens and {total - length} output tokens do not fit into the KV cache, "
+                f"which holds {capacity} tokens",
+                "prompt" if length >= capacity else "max_tokens",
+            )
+        self.max_total_tokens = min(capacity, max_model_len) if max_tokens is None else total
 
     def append(self, tokens: SequenceOf[int]) -> int:
         """Confirm sampled tokens up to the one that finishes the sequence.

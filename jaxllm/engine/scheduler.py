@@ -19,13 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 
 from jaxllm.cache.page_allocator import NewPage, PageAllocator
 from jaxllm.cache.page_pool import PageGroup
+from jaxllm.engine.held_siblings import HeldSiblings
+from jaxllm.engine.plan_draft import PlanDraft
 from jaxllm.engine.request import Sequence, SequenceStatus
 from jaxllm.engine.scheduler_checks import check_scheduler
-from jaxllm.engine.step_plan import PageCopy, PageUpdate, RowResult, ScheduledRow, StepPlan
+from jaxllm.engine.step_plan import RowResult, ScheduledRow, StepPlan
 from jaxllm.engine.waiting_queue import KEY, WaitingQueue
 from jaxllm.errors import RequestError
 
@@ -33,32 +34,6 @@ __all__ = ["RowResult", "ScheduledRow", "Scheduler", "StepPlan"]
 
 WATERMARK = 0.01
 """Fraction of each group's pages that admission leaves to the running rows."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making.
-
-    Attributes:
-        left: tokens of the budget not given yet.
-        num_prefills: running sequences that still compute known tokens, those just admitted included.
-        chunks: tokens granted to each prefill row, in order of grant.
-        admission_open: nobody had to wait for pages so far.
-        is_steady: pages were not short, and nobody waits just for tokens in flight.
-        reserves: pages per group that admission must leave; None until it is asked for.
-    """
-
-    left: int
-    decodes: list[Sequence] = field(default_factory=list)
-    chunks: dict[Sequence, int] = field(default_factory=dict)
-    page_updates: list[PageUpdate] = field(default_factory=list)
-    new_sequences: list[Sequence] = field(default_factory=list)
-    swap_outs: list[PageCopy] = field(default_factory=list)
-    swap_ins: list[PageCopy] = field(default_factory=list)
-    num_prefills: int = 0
-    admission_open: bool = True
-    is_steady: bool = True
-    reserves: list[int] | None = None
 
 
 class Scheduler:
@@ -96,8 +71,7 @@ class Scheduler:
     ):
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({max_num_seqs})"
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs})"
             )
         for name, value in (("max_num_seqs", max_num_seqs), ("num_decode_steps", num_decode_steps),
                             ("max_prefill_rows", max_prefill_rows)):  # fmt: skip
@@ -124,8 +98,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
         self._waiting = WaitingQueue(max(1, max_num_batched_tokens // 2), max_model_len)
-        # Sequences that wait for a sibling to compute their common prompt, and that sibling.
-        self._held: dict[str, tuple[Sequence, list[Sequence]]] = {}
+        self._held = HeldSiblings()
         self._unfinished: dict[str, list[Sequence]] = {}
         self._plans: deque[StepPlan] = deque()
 
@@ -138,7 +111,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences not admitted yet or preempted without swap."""
-        return len(self._waiting) + sum(len(held) for _, held in self._held.values())
+        return len(self._waiting) + len(self._held)
 
     @property
     def num_swapped(self) -> int:
@@ -192,7 +165,7 @@ class Scheduler:
             running=self._running,
             waiting=list(self._waiting),
             swapped=self._swapped,
-            held=[sequence for _, held in self._held.values() for sequence in held],
+            held=list(self._held),
             unfinished=[sequence for group in self._unfinished.values() for sequence in group],
             plans=list(self._plans),
             free_slots=self._free_slots,
@@ -209,7 +182,12 @@ class Scheduler:
                 the KV cache; nothing is queued then.
         """
         for sequence in sequences:
-            self._validate(sequence)
+            siblings = self._unfinished.get(sequence.request_id, ())
+            if any(other.index == sequence.index for other in siblings):
+                raise RequestError(
+                    f"request_id {sequence.request_id!r} is in use by an unfinished request", "request_id"
+                )
+            sequence.limit_length(self.max_model_len, self.capacity_tokens())
         if len({(sequence.request_id, sequence.index) for sequence in sequences}) < len(sequences):
             raise ValueError(f"sequences of one request must differ in index, got {list(sequences)}")
         now = self._clock()
@@ -218,48 +196,10 @@ class Scheduler:
             self._num_arrivals += 1
             sequence.queued_time = now
             self._unfinished.setdefault(sequence.request_id, []).append(sequence)
-            if sequence.request_id in self._held:
-                self._held[sequence.request_id][1].append(sequence)
-                continue
+        if self.allocator.prefix_cache is not None:
+            sequences = self._held.hold(sequences, longer_than=self.page_size)
+        for sequence in sequences:
             self._waiting.add(sequence)
-            if self._is_worth_waiting_for(sequence):
-                self._held[sequence.request_id] = (sequence, [])
-        for request_id in {sequence.request_id for sequence in sequences}:
-            if request_id in self._held and not self._held[request_id][1]:
-                del self._held[request_id]
-
-    def _is_worth_waiting_for(self, sequence: Sequence) -> bool:
-        """Whether siblings of a sequence can profit from the pages of its prompt."""
-        return (
-            self.allocator.prefix_cache is not None
-            and not sequence.skip_prefix_cache_read
-            and len(sequence.prompt_tokens) > self.page_size
-        )
-
-    def _validate(self, sequence: Sequence) -> None:
-        """Refuse what can never run; sets max_total_tokens."""
-        length, capacity = len(sequence.prompt_tokens), self.capacity_tokens()
-        siblings = self._unfinished.get(sequence.request_id, ())
-        if any(other.index == sequence.index for other in siblings):
-            raise RequestError(
-                f"request_id {sequence.request_id!r} is in use by an unfinished request", "request_id"
-            )
-        if length == 0:
-            raise RequestError("the prompt must have at least 1 token, got 0", "prompt")
-        if length >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens; it must be shorter than max_model_len={self.max_model_len}",
-                "prompt",
-            )
-        max_tokens = sequence.sampling.max_tokens
-        total = min(self.max_model_len, length + (1 if max_tokens is None else max_tokens))
-        if total > capacity:
-            raise RequestError(
-                f"{length} prompt tokens and {total - length} output tokens do not fit into the KV cache, "
-                f"which holds {capacity} tokens",
-                "prompt" if length >= capacity else "max_tokens",
-            )
-        sequence.max_total_tokens = min(capacity, self.max_model_len) if max_tokens is None else total
 
     def abort(self, request_id: str, index: int | None = None) -> list[Sequence]:
         """End all sequences of a request, or the one with this index; tokens in flight are dropped.
@@ -272,7 +212,7 @@ class Scheduler:
         for sequence in reversed(ended):
             sequence.finish_reason = "abort"
             self._finish(sequence)
-        return ended[:]
+        return ended
 
     def _finish(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is and give back what it holds."""
@@ -280,7 +220,7 @@ class Scheduler:
             self._leave_running(sequence)
         elif sequence.status is SequenceStatus.SWAPPED:
             self._swapped.remove(sequence)
-        elif not self._leave_held(sequence):
+        elif not self._held.remove(sequence):
             self._waiting.remove(sequence)
         self.allocator.release(sequence.kv)
         sequence.status = SequenceStatus.FINISHED
@@ -288,7 +228,7 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._unfinished[sequence.request_id]
-        self._release_held(sequence)
+        self._queue_siblings(sequence)
 
     def _leave_running(self, sequence: Sequence) -> None:
         """Take the slot from a running sequence; its full pages stay in the prefix cache."""
@@ -299,42 +239,18 @@ class Scheduler:
         sequence.slot = None
         sequence.is_decoding = False
 
-    def _leave_held(self, sequence: Sequence) -> bool:
-        _, held = self._held.get(sequence.request_id, (None, []))
-        if sequence not in held:
-            return False
-        held.remove(sequence)
-        if not held:
-            del self._held[sequence.request_id]
-        return True
-
-    def _release_held(self, leader: Sequence) -> None:
-        """Queue the siblings of a sequence whose prompt is cached; if it ended before, one takes over."""
-        entry = self._held.get(leader.request_id)
-        if entry is None or entry[0] is not leader:
-            return
-        held = entry[1]
-        if leader.num_computed_tokens >= len(leader.prompt_tokens):
-            ready = held
-        elif leader.is_finished:
-            ready = held[:1]
-        else:
-            return
-        for sequence in ready:
-            self._waiting.add(sequence)
-        if len(held) > len(ready):
-            self._held[leader.request_id] = (ready[0], held[1:])
-        else:
-            del self._held[leader.request_id]
+    def _queue_siblings(self, leader: Sequence) -> None:
+        """Queue those who waited for the leader's prompt, if that is cached now or the leader has ended."""
+        if self._held:
+            for sequence in self._held.release(leader):
+                self._waiting.add(sequence)
 
     # ---------------------------------------------------------------- one step
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run before an earlier plan is committed."""
         num_decodes = sum(sequence.is_decoding for sequence in self._running)
-        draft = _Draft(
-            self.max_num_batched_tokens - num_decodes, num_prefills=len(self._running) - num_decodes
-        )
+        draft = PlanDraft(self.max_num_batched_tokens - num_decodes, num_prefills=len(self._running) - num_decodes)
         self._schedule_running(draft)
         # Pages were short: whatever came in now would be the next to go.
         draft.admission_open = draft.is_steady
@@ -353,7 +269,7 @@ class Scheduler:
         self._plans.append(plan)
         return plan
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, draft: PlanDraft) -> None:
         """Decode rows, and the oldest running prefill with half of the budget, in order of service.
 
         Only these may preempt, and only younger ones, which have not had their turn here: so the
@@ -376,7 +292,7 @@ class Scheduler:
                 need = sequence.num_tokens - start
                 self._grant(sequence, min(need, draft.left - draft.left // 2), draft, preempt=True)
 
-    def _resume_swapped(self, draft: _Draft) -> None:
+    def _resume_swapped(self, draft: PlanDraft) -> None:
         """Bring back swapped sequences, in order; while one cannot come nothing new is admitted."""
         while self._swapped:
             sequence = self._swapped[0]
@@ -384,7 +300,7 @@ class Scheduler:
             if sequence.num_in_flight:
                 draft.is_steady = False
             ready = not sequence.num_in_flight and self._has_room(draft)
-            if not ready or not self._fits(sequence, draft, swapped=True):
+            if not ready or not self._fits(sequence, swapped=True):
                 draft.admission_open = False
                 return
             del self._swapped[0]
@@ -393,9 +309,11 @@ class Scheduler:
             self._enter_running(sequence, new, draft)
             self._grant(sequence, min(need, draft.left), draft)
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
+    def _schedule_prefills(self, draft: PlanDraft) -> None:
         """Share the rest of the budget: the head of the line first, then small before large."""
         running = [s for s in self._running if not s.is_decoding and s not in draft.chunks]
+        if not draft.num_prefills and not self._waiting:
+            return
         self._admit_head(draft)
         # A class of large prompts has one at a time, so that the others' shares do not shrink to nothing.
         occupied = {self._waiting.size_class(s.num_tokens - s.num_computed_tokens - draft.chunks.get(s, 0))
@@ -420,7 +338,7 @@ class Scheduler:
             if need:
                 self._grant(sequence, min(need, draft.left), draft)
 
-    def _admit_head(self, draft: _Draft) -> None:
+    def _admit_head(self, draft: PlanDraft) -> None:
         """Admit the waiting sequence that is older than every running prefill, with half of what is left."""
         sequence = self._waiting.first_of(range(self._waiting.num_classes))
         if sequence is None or not self._has_room(draft):
@@ -429,7 +347,7 @@ class Scheduler:
             return
         self._admit(sequence, draft.left - draft.left // 2, draft)
 
-    def _admit(self, sequence: Sequence, share: int, draft: _Draft) -> bool:
+    def _admit(self, sequence: Sequence, share: int, draft: PlanDraft) -> bool:
         """Give a waiting sequence a slot, its prefix-cache hit and pages for at most `share` tokens.
 
         Closes admission for this step when it has to wait: nobody passes it by.
@@ -441,7 +359,7 @@ class Scheduler:
         hit: list[NewPage] = []
         if not sequence.skip_prefix_cache_read:
             hit = self.allocator.take_hit(kv, sequence.read_tokens, num_tokens)
-        if not self._fits(sequence, draft):
+        if not self._fits(sequence):
             self.allocator.release(kv)
             draft.admission_open = False
             return False
@@ -456,31 +374,24 @@ class Scheduler:
         self._grant(sequence, min(num_tokens - kv.num_positions, share), draft)
         return True
 
-    def _has_room(self, draft: _Draft, spare_rows: int = 0) -> bool:
+    def _has_room(self, draft: PlanDraft, spare_rows: int = 0) -> bool:
         """Whether this step can take one more new prefill row, with `spare_rows` left over."""
         limit = max(1, self.max_prefill_rows - spare_rows)
         return bool(draft.admission_open and draft.left and self._free_slots and draft.num_prefills < limit)
 
-    def _fits(self, sequence: Sequence, draft: _Draft, *, swapped: bool = False) -> bool:
+    def _fits(self, sequence: Sequence, *, swapped: bool = False) -> bool:
         """Whether the pages for all known tokens are there, after what running prefills still need."""
         if not self._running:
             return True
-        if draft.reserves is None:
-            draft.reserves = list(self._watermarks)
-            for other in self._running:
-                if not other.is_decoding:
-                    self._add_need(other, draft.reserves)
-        return self.allocator.fits_whole(
-            sequence.kv, sequence.num_tokens, self.max_num_batched_tokens, draft.reserves, swapped=swapped
-        )
+        chunk = self.max_num_batched_tokens
+        reserves = list(self._watermarks)
+        for other in self._running:
+            if not other.is_decoding:
+                for group in range(len(reserves)):
+                    reserves[group] += self.allocator.need(other.kv, group, other.num_tokens, chunk)
+        return self.allocator.fits_whole(sequence.kv, sequence.num_tokens, chunk, reserves, swapped=swapped)
 
-    def _add_need(self, sequence: Sequence, reserves: list[int]) -> None:
-        for group in range(len(reserves)):
-            reserves[group] += self.allocator.need(
-                sequence.kv, group, sequence.num_tokens, self.max_num_batched_tokens
-            )
-
-    def _enter_running(self, sequence: Sequence, new: Iterable[NewPage], draft: _Draft) -> None:
+    def _enter_running(self, sequence: Sequence, new: Iterable[NewPage], draft: PlanDraft) -> None:
         slot = self._free_slots.pop()
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
@@ -492,7 +403,7 @@ class Scheduler:
         draft.num_prefills += 1
         draft.page_updates += [(group, slot, page_index, page_id) for group, page_index, page_id in new]
 
-    def _grant(self, sequence: Sequence, share: int, draft: _Draft, *, preempt: bool = False) -> None:
+    def _grant(self, sequence: Sequence, share: int, draft: PlanDraft, *, preempt: bool = False) -> None:
         """Add up to `share` tokens, as far as pages go, to a prefill row."""
         before = draft.chunks.get(sequence, 0)
         granted = self._reserve(sequence, before + share, draft, preempt=preempt) - before
@@ -500,7 +411,7 @@ class Scheduler:
             draft.chunks[sequence] = before + granted
             draft.left -= granted
 
-    def _reserve(self, sequence: Sequence, wanted: int, draft: _Draft, *, preempt: bool = False) -> int:
+    def _reserve(self, sequence: Sequence, wanted: int, draft: PlanDraft, *, preempt: bool = False) -> int:
         """Get pages for the next `wanted` tokens, or as many as fit.
 
         With `preempt` younger sequences give up theirs until at least one token fits.
@@ -522,12 +433,11 @@ class Scheduler:
             slot = sequence.slot
             assert slot is not None
             draft.page_updates += [
-                (group, slot, page_index, page_id)
-                for group, page_index, page_id in allocator.grow(kv, start + fitting)
+                (group, slot, page_index, page_id) for group, page_index, page_id in allocator.grow(kv, start + fitting)
             ]
         return fitting
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
         """Take the pages and the slot of a running sequence: to the host if it has room, else dropped.
 
         Tokens in flight are appended when they come; until then the sequence cannot be resumed.
@@ -548,7 +458,7 @@ class Scheduler:
             sequence.status = SequenceStatus.WAITING
             self._waiting.add(sequence)
 
-    def _choose_num_steps(self, draft: _Draft) -> int:
+    def _choose_num_steps(self, draft: PlanDraft) -> int:
         """Several decode steps in one launch when the rows are steady and nobody could join them."""
         steps = self.num_decode_steps
         if steps == 1 or draft.chunks or not draft.is_steady:
@@ -566,7 +476,7 @@ class Scheduler:
         available = min(pool.num_available for pool in self.allocator.pools)
         return steps if needed <= available else 1
 
-    def _decode_row(self, sequence: Sequence, num_steps: int, draft: _Draft) -> ScheduledRow:
+    def _decode_row(self, sequence: Sequence, num_steps: int, draft: PlanDraft) -> ScheduledRow:
         start, slot = sequence.num_computed_tokens, sequence.slot
         assert slot is not None
         length = 1
@@ -631,8 +541,7 @@ class Scheduler:
             self._finish(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
             self._register(sequence)
-            if self._held:
-                self._release_held(sequence)
+            self._queue_siblings(sequence)
         return RowResult(sequence, list(sampled[:kept]), kept, finished)
 
     def _register(self, sequence: Sequence) -> None:

@@ -42,9 +42,7 @@ def check_scheduler(
         dispatched = in_flight[id(sequence)]
         assert sequence.num_in_flight == dispatched, f"{sequence}: plans have {dispatched} in flight"
         total = sequence.num_tokens + sequence.num_in_flight
-        assert total <= sequence.max_total_tokens, (
-            f"{sequence}: {total} of {sequence.max_total_tokens} tokens"
-        )
+        assert total <= sequence.max_total_tokens, f"{sequence}: {total} of {sequence.max_total_tokens} tokens"
         assert sequence.finish_reason is None, f"{sequence}: unfinished, but {sequence.finish_reason}"
     _check_running(running)
     for sequence in [*waiting, *held]:
