@@ -131,9 +131,7 @@ class GGUFCheckpoint:
         rows = self._rows(tensor, origin, bounds)
         raw = self._file_of[origin.name].raw_rows(origin.name)
         # A contiguous run of rows is a view of the mapped file; anything else is gathered.
-        contiguous = (
-            len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and bool(np.all(np.diff(rows) == 1))
-        )
+        contiguous = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and bool(np.all(np.diff(rows) == 1))
         picked = raw[rows[0] : rows[-1] + 1] if contiguous else raw[rows]
         first, last = bounds[-1]
         values = self._dequantize(tensor, picked, first, last)
@@ -186,8 +184,7 @@ class GGUFCheckpoint:
                 values[row : row + step] = dequantize(raw[row : row + step], tensor.type)[:, columns]
             except NotImplementedError:
                 raise CheckpointError(
-                    f"{self.path}: tensor {tensor.name!r} is stored as {tensor.type.name}, "
-                    "which cannot be dequantised"
+                    f"{self.path}: tensor {tensor.name!r} is stored as {tensor.type.name}, which cannot be dequantised"
                 ) from None
         return values
 

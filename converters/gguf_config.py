@@ -53,9 +53,7 @@ class _Reader:
     def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise CheckpointError(
-                f"{self.checkpoint.path} has no {self.checkpoint.architecture}.{key} in its metadata"
-            )
+            raise CheckpointError(f"{self.checkpoint.path} has no {self.checkpoint.architecture}.{key} in its metadata")
         return value
 
     def uniform(self, key: str, default: Any = None) -> Any:
@@ -109,9 +107,7 @@ def generation_config_from_gguf(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = metadata.get("tokenizer.ggml.token_type", [])
     known = set(_END_OF_TURN)
-    ends += [
-        i for i, (t, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and t in known
-    ]
+    ends += [i for i, (t, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and t in known]
     config: dict[str, Any] = {}
     if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
         config["bos_token_id"] = bos
@@ -129,15 +125,11 @@ def _decoder_config(reader: _Reader) -> dict[str, Any]:
     embed_dim, num_heads = reader.need("embedding_length"), reader.uniform("attention.head_count")
     if not num_heads:
         reader.need("attention.head_count")
-    head_dim = (
-        reader.get("attention.key_length") or reader.get("rope.dimension_count") or embed_dim // num_heads
-    )
+    head_dim = reader.get("attention.key_length") or reader.get("rope.dimension_count") or embed_dim // num_heads
     if reader.checkpoint.architecture == "phi3":
         head_dim = embed_dim // num_heads
     if reader.get("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(
-            f"{reader.checkpoint.path}: key and value heads of different size are not supported"
-        )
+        raise CheckpointError(f"{reader.checkpoint.path}: key and value heads of different size are not supported")
     names = reader.checkpoint.gguf_names()
     config = {
         "hidden_size": embed_dim,
@@ -257,8 +249,7 @@ def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
                 scaling[key] = _decimal(value)
         return scaling
     raise CheckpointError(
-        f"{reader.checkpoint.path}: rope scaling {kind!r} is not supported; "
-        "supported: none, linear, yarn, longrope"
+        f"{reader.checkpoint.path}: rope scaling {kind!r} is not supported; supported: none, linear, yarn, longrope"
     )
 
 

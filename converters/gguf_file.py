@@ -98,9 +98,7 @@ class GGUFFile:
     def _parse(self, cursor: "_Cursor") -> None:
         magic, version = cursor.unpack("II")
         if magic != GGUF_MAGIC:
-            raise CheckpointError(
-                f"{self.path} is not a GGUF file: it starts with {magic.to_bytes(4, 'little')!r}"
-            )
+            raise CheckpointError(f"{self.path} is not a GGUF file: it starts with {magic.to_bytes(4, 'little')!r}")
         if version & 0xFFFF == 0:
             raise CheckpointError(f"{self.path} is a big-endian GGUF file; only little-endian ones are read")
         if version not in VERSIONS:
@@ -126,9 +124,7 @@ class GGUFFile:
         name = cursor.string()
         (num_dims,) = cursor.unpack("I")
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are read"
-            )
+            raise CheckpointError(f"{self.path}: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are read")
         dims = cursor.unpack(f"{num_dims}Q")
         tensor_type, offset = cursor.unpack("IQ")
         return name, tuple(reversed(dims)), tensor_type, offset

@@ -138,8 +138,7 @@ def names_of(architecture: str) -> TensorNames:
     """The names of an architecture; an unknown one is an error that lists the known."""
     if architecture not in TENSOR_NAMES:
         raise CheckpointError(
-            f"GGUF architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(sorted(TENSOR_NAMES))}"
+            f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(sorted(TENSOR_NAMES))}"
         )
     return TENSOR_NAMES[architecture]
 

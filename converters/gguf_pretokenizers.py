@@ -117,9 +117,7 @@ RULES: dict[str, PreTokenizerRule] = {name: rule for rule, names in _RULES.items
 def rule_named(name: str) -> PreTokenizerRule:
     """The rule of a `tokenizer.ggml.pre`; an unknown name is an error that lists the known."""
     if name not in RULES:
-        raise CheckpointError(
-            f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(RULES))}"
-        )
+        raise CheckpointError(f"tokenizer.ggml.pre {name!r} is not supported; supported: {', '.join(sorted(RULES))}")
     return RULES[name]
 
 

@@ -77,9 +77,7 @@ def tokenizer_from_gguf(path: Path | str) -> PreTrainedTokenizerFast:
     metadata = open_shards(path)[0].metadata
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
-        raise CheckpointError(
-            f"{path} holds no tokenizer (no tokenizer.ggml.model); give one with --tokenizer"
-        )
+        raise CheckpointError(f"{path} holds no tokenizer (no tokenizer.ggml.model); give one with --tokenizer")
     vocabulary = _vocabulary(path, metadata)
     if model == "gpt2":
         rule_name = metadata.get("tokenizer.ggml.pre", "default")
@@ -111,9 +109,7 @@ def _vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
     scores = metadata.get("tokenizer.ggml.scores") or []
     for name, values in (("token_type", types), ("scores", scores)):
         if values and len(values) < len(tokens):
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens"
-            )
+            raise CheckpointError(f"{path}: tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens")
 
     def ids(keys: Any) -> dict[str, int]:
         found = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys}
@@ -203,6 +199,8 @@ def _wrap(
     architecture = metadata.get("general.architecture")
     context = metadata.get(f"{architecture}.context_length")
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
+    # transformers copies what it wraps, seconds for a large vocabulary; this one is wrapped once and let go.
+    vars(tokenizer)["__deepcopy__"] = lambda _: tokenizer
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         add_bos_token=add_bos and "bos" in vocabulary.special_ids,
@@ -211,6 +209,7 @@ def _wrap(
         **({"model_max_length": context} if context else {}),
         **named,
     )
+    del vars(tokenizer)["__deepcopy__"]
     template = _chat_template(metadata)
     if template is not None:
         wrapped.chat_template = template

@@ -66,9 +66,7 @@ class Hub:
             try:
                 return HfApi(token=self.token).list_repo_files(self.repo_id, revision=self.revision)
             except (httpx.TransportError, OfflineModeIsEnabled) as error:
-                _log.warning(
-                    "the model hub is not reachable (%s); looking for %s in the cache", error, self.repo_id
-                )
+                _log.warning("the model hub is not reachable (%s); looking for %s in the cache", error, self.repo_id)
             except HfHubHTTPError as error:
                 if error.response.status_code < 500:
                     raise self._explain(error) from error
@@ -122,9 +120,7 @@ class Hub:
             where = self.cache_dir or constants.HF_HUB_CACHE
             return CheckpointError(f"{what} is not (wholly) in the cache {where} and {why}")
         if isinstance(error, HFValidationError):
-            return CheckpointError(
-                f"{self.repo_id!r} is neither a folder or file here nor a repository id (org/name)"
-            )
+            return CheckpointError(f"{self.repo_id!r} is neither a folder or file here nor a repository id (org/name)")
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             return CheckpointError(f"the hub refuses access to {what} ({token})")
         return CheckpointError(f"downloading {what} failed: {error}")
@@ -159,9 +155,7 @@ def select_gguf(files: Sequence[str], quantization: str | None) -> list[str]:
     Raises:
         CheckpointError: several models match; they are named.
     """
-    found = [
-        f for f in files if f.endswith(".gguf") and not PurePosixPath(f).name.lower().startswith("mmproj")
-    ]
+    found = [f for f in files if f.endswith(".gguf") and not PurePosixPath(f).name.lower().startswith("mmproj")]
     if quantization is not None:
         mark = re.compile(rf"(?i)(?:^|[-._/]){re.escape(quantization)}(?=[-._/]|$)")
         found = [f for f in found if mark.search(f)]

@@ -113,11 +113,7 @@ def _local(model: str, load_format: str) -> Path | None:
 
 
 def _looks_local(model: str) -> bool:
-    return (
-        model.startswith(("/", ".", "~"))
-        or "\\" in model
-        or (model.endswith(".gguf") and model.count("/") < 2)
-    )
+    return model.startswith(("/", ".", "~")) or "\\" in model or (model.endswith(".gguf") and model.count("/") < 2)
 
 
 def _listing(folder: Path, limit: int = 12) -> str:

@@ -53,9 +53,7 @@ def finish(out: gguf.GGUFWriter) -> None:
     out.close()
 
 
-def write_one(
-    path: Path, values: np.ndarray, tensor_type: GGMLQuantizationType | None = None
-) -> GGUFCheckpoint:
+def write_one(path: Path, values: np.ndarray, tensor_type: GGMLQuantizationType | None = None) -> GGUFCheckpoint:
     out = writer(path)
     out.add_tensor(GGUF_NAME, values, raw_dtype=tensor_type)
     finish(out)

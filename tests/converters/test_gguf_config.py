@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = dict(
     num_key_value_heads=2,
     max_position_embeddings=CONTEXT,
 )
-LLAMA3 = dict(
+LLAMA3: dict[str, Any] = dict(
     rope_type="llama3",
     rope_theta=500000.0,
     factor=32.0,
@@ -53,9 +53,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "llama": ("llama", lambda: transformers.LlamaConfig(**SIZES, rope_parameters=rope(1e5))),
     "llama3": (
         "llama",
-        lambda: transformers.LlamaConfig(
-            **SIZES, head_dim=16, rope_parameters=LLAMA3, tie_word_embeddings=True
-        ),
+        lambda: transformers.LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3, tie_word_embeddings=True),
     ),
     "llama_bias": (
         "llama",
@@ -87,9 +85,7 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "gpt2": (
         "gpt2",
-        lambda: transformers.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=CONTEXT
-        ),
+        lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=CONTEXT),
     ),
 }
 
@@ -152,9 +148,7 @@ def write_metadata(out: gguf.GGUFWriter, architecture: str, config: Any) -> None
 def llama3_table(head_dim: int) -> np.ndarray:
     """The factor each frequency is divided by: transformers' plain frequencies over its scaled ones."""
     plain = 1.0 / LLAMA3["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    config = transformers.LlamaConfig(
-        head_dim=head_dim, max_position_embeddings=CONTEXT, rope_parameters=LLAMA3
-    )
+    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=CONTEXT, rope_parameters=LLAMA3)
     scaled = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
     return (plain / scaled).astype(np.float32)
 
@@ -211,7 +205,7 @@ def test_weights_and_logits_survive(tmp_path, family):
         torch.testing.assert_close(rebuilt(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def config_of(path: Path, architecture: str = "llama", **values: Any) -> dict[str, Any]:
+def config_of(path: Path, architecture: str = "llama", /, **values: Any) -> dict[str, Any]:
     """The config of a file with the needed metadata, `values` on top (None takes a key away)."""
     keys: dict[str, Any] = {
         "context_length": CONTEXT,
