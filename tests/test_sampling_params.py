@@ -59,9 +59,8 @@ def test_bad_values_name_their_field(values: dict[str, Any], param: str):
 
 
 def test_normalised():
-    params = SamplingParams(
-        stop="x", seed=-1, top_k=-1, stop_token_ids=[3, 3, 4], logprobs=True, logit_bias={"7": 500, 8: -1}
-    )
+    bias: Any = {"7": 500, 8: -1}
+    params = SamplingParams(stop="x", seed=-1, top_k=-1, stop_token_ids=[3, 3, 4], logprobs=True, logit_bias=bias)
     assert params.stop == params.stop_strings == ["x"]
     assert (params.seed, params.top_k, params.stop_token_ids, params.logprobs) == (None, 0, [3, 4], 1)
     assert params.logit_bias == {7: 100.0, 8: -1.0}

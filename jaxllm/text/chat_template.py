@@ -114,8 +114,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", "messages") from error
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
-            # A template that meets a message it was not written for fails like any program.
+        except Exception as error:
+            # A template is a program, and fails in any way on a message it was not written for.
             raise RequestError(
                 f"the chat template failed on the messages: {type(error).__name__}: {error}", "messages"
             ) from error
@@ -243,8 +243,7 @@ def _clean(message: Message, index: int, as_parts: bool) -> dict[str, Any]:
     _clean_reasoning(clean)
     if role == "assistant" and isinstance(message.get("tool_calls"), Sequence):
         clean["tool_calls"] = [
-            _clean_tool_call(call, f"messages.{index}.tool_calls.{i}")
-            for i, call in enumerate(message["tool_calls"])
+            _clean_tool_call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message["tool_calls"])
         ]
     if not clean.get("tool_calls"):
         # Templates test for the key, not for calls in it.
@@ -288,8 +287,7 @@ def _part_text(part: Any, where: str) -> str:
     if key is None:
         if isinstance(kind, str) and any(word in kind for word in _MEDIA_WORDS):
             raise RequestError(
-                f"{where} is of type {kind!r}, and this is not a multimodal model: only text parts are "
-                "supported.",
+                f"{where} is of type {kind!r}, and this is not a multimodal model: only text parts are supported.",
                 where,
             )
         raise RequestError(f"{where} has the unknown type {kind!r}; known: {', '.join(_TEXT_PARTS)}.", where)

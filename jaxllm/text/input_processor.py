@@ -172,12 +172,9 @@ class InputProcessor:
                 raise RequestError(
                     f"This model's maximum context length is {limit} tokens. However, your prompt has "
                     f"{len(text)} characters, more than {most}. Please reduce the length of the prompt.",
-                    "input_text",
+                    "input_tokens",
                 )
-        try:
-            return self.tokenizer.encode(text, add_special_tokens, keep)
-        except UnicodeEncodeError:
-            raise RequestError("the prompt holds lone surrogates: not valid Unicode.", "prompt") from None
+        return self.tokenizer.encode(text, add_special_tokens, keep)
 
     def _truncation(self, sampling: SamplingParams) -> int | None:
         keep, limit = sampling.truncate_prompt_tokens, self.model_info.max_model_len
@@ -197,9 +194,7 @@ class InputProcessor:
         lowest, highest, size = min(tokens), max(tokens), self.model_info.vocab_size
         if lowest < 0 or highest >= size:
             bad = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"Token id {bad} is out of vocabulary: ids are 0 to {size - 1}.", "prompt_token_ids"
-            )
+            raise RequestError(f"Token id {bad} is out of vocabulary: ids are 0 to {size - 1}.", "prompt_token_ids")
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         size, most = self.model_info.vocab_size, self.model_info.max_logprobs
@@ -214,8 +209,7 @@ class InputProcessor:
             unknown = [token for token in getattr(sampling, name) or () if not 0 <= token < size]
             if unknown:
                 raise RequestError(
-                    f"token_id(s) {unknown[:10]} in {name} contain out-of-vocab token ids. "
-                    f"Vocabulary size: {size}",
+                    f"token_id(s) {unknown[:10]} in {name} contain out-of-vocab token ids. Vocabulary size: {size}",
                     name,
                 )
 

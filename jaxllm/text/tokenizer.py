@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, RequestError
 from jaxllm.text.pieces import TokenPieces, token_pieces
 
 TOKENIZER_MODES = ("auto", "hf", "slow")
@@ -62,16 +62,24 @@ class Tokenizer:
             text: any text; names of special tokens in it become these tokens.
             add_special_tokens: add BOS and the like as the tokenizer's post-processor says.
             truncation: keep at most this many tokens, the last ones; added special tokens count and stay.
+
+        Raises:
+            RequestError: the text holds a lone surrogate, so it is not Unicode.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = text[error.start]
+            raise RequestError(
+                f"the text holds a lone surrogate ({bad!r} at {error.start}), which is not valid Unicode.", "prompt"
+            ) from None
         with self._lock:
             if truncation is None:
                 return self._call(text, add_special_tokens=add_special_tokens)
             side = self.hf.truncation_side
             self.hf.truncation_side = "left"
             try:
-                return self._call(
-                    text, add_special_tokens=add_special_tokens, truncation=True, max_length=truncation
-                )
+                return self._call(text, add_special_tokens=add_special_tokens, truncation=True, max_length=truncation)
             finally:
                 self.hf.truncation_side = side
 

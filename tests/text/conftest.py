@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxllm.text.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ TAGS = ["<tool>", "[NAME]"]
 
 def _wrap(backend: RustTokenizer, **names: str) -> Tokenizer:
     backend.add_special_tokens(SPECIAL)
-    backend.add_tokens(TAGS)
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     names = {"bos_token": "<s>", "eos_token": "</s>", **names}
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **names))
 
@@ -66,9 +66,7 @@ def unigram_metaspace() -> Tokenizer:
     backend = RustTokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=250, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>"
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=250, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>")
     backend.train_from_iterator(CORPUS, trainer)
     return _wrap(backend)
 

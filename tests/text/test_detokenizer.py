@@ -19,9 +19,7 @@ HARD = [
     "<tool> [NAME]</s> <|end|>text<s>",
     "▁ <0x41> ## ##ing Ġ Ċ",
 ]
-texts = st.one_of(
-    st.sampled_from(HARD), st.text(max_size=30), st.text(alphabet="aé𠮷👩 \n'.<0x41>", max_size=30)
-)
+texts = st.one_of(st.sampled_from(HARD), st.text(max_size=30), st.text(alphabet="aé𠮷👩 \n'.<0x41>", max_size=30))
 
 
 def joined(tokenizer: Tokenizer, tokens: list[int], prompt: list[int] | None = None, **options: bool) -> str:
@@ -111,10 +109,10 @@ def test_unknown_ids_give_no_text(tiny: Tiny):
 def test_spaces_between_special_tokens(tiny: Tiny):
     tokenizer = tiny["word_piece"]
     tokens = tokenizer.encode("fox<tool><|end|>dog")
-    options = {"skip_special_tokens": False}
-    assert joined(tokenizer, tokens, **options) == tokenizer.decode(tokens, False)
-    close = joined(tokenizer, tokens, spaces_between_special_tokens=False, **options)
-    assert "<tool> <|end|>" in joined(tokenizer, tokens, **options)
+    spaced = joined(tokenizer, tokens, skip_special_tokens=False)
+    close = joined(tokenizer, tokens, skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert spaced == tokenizer.decode(tokens, False)
+    assert "<tool> <|end|>" in spaced
     assert "<tool><|end|>" in close
 
 
