@@ -56,15 +56,15 @@ class Hub:
         """Whether only the cache may be used."""
         return constants.HF_HUB_OFFLINE if self.offline is None else self.offline
 
-    def files(self) -> list[str]:
-        """Paths of all files of the repository; of the cached ones when there is no connection.
+    def files(self) -> tuple[list[str], bool]:
+        """Paths of all files of the repository, and False; without connection those in the cache, and True.
 
         Raises:
             CheckpointError: no such repository or revision, no access, or no connection and nothing cached.
         """
         if not self.is_offline:
             try:
-                return HfApi(token=self.token).list_repo_files(self.repo_id, revision=self.revision)
+                return HfApi(token=self.token).list_repo_files(self.repo_id, revision=self.revision), False
             except (httpx.TransportError, OfflineModeIsEnabled) as error:
                 _log.warning("the model hub is not reachable (%s); looking for %s in the cache", error, self.repo_id)
             except HfHubHTTPError as error:
@@ -74,7 +74,7 @@ class Hub:
             except (HFValidationError, LocalTokenNotFoundError) as error:
                 raise self._explain(error) from error
         folder = self._snapshot((), local_only=True)
-        return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()), True
 
     def download(self, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
         """Bring the files that match into the cache; returns the folder that holds them.
@@ -157,7 +157,7 @@ def select_gguf(files: Sequence[str], quantization: str | None) -> list[str]:
     """
     found = [f for f in files if f.endswith(".gguf") and not PurePosixPath(f).name.lower().startswith("mmproj")]
     if quantization is not None:
-        mark = re.compile(rf"(?i)(?:^|[-._/]){re.escape(quantization)}(?=[-._/]|$)")
+        mark = re.compile(rf"(?i)(?:^|[-._/]){re.escape(quantization)}(?=[-./]|$)")
         found = [f for f in found if mark.search(f)]
     models: dict[str, list[str]] = {}
     for path in sorted(found):

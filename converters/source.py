@@ -79,6 +79,8 @@ def resolve_model(
     def hub(repo_id: str, at: str | None) -> Hub:
         return Hub(repo_id, at, download_dir, token, offline)
 
+    if not model:
+        raise CheckpointError("the model's name is empty; give a folder, a .gguf file or a repository (org/name)")
     local = _local(model, load_format)
     path = local or _from_hub(model, hub, revision, load_format)
     tokenizer_path = path
@@ -126,7 +128,7 @@ def _from_hub(model: str, hub: _OpenHub, revision: str | None, load_format: str)
     """Download a hub model; returns the folder or the GGUF file."""
     repo_id, file, quantization = _split_repo(model)
     repo = hub(repo_id, revision)
-    files = repo.files()
+    files, is_cached = repo.files()
     if file is None and quantization is None and load_format != "gguf":
         weights = weight_format(files, load_format) if "config.json" in files else None
         if weights is not None:
@@ -137,7 +139,7 @@ def _from_hub(model: str, hub: _OpenHub, revision: str | None, load_format: str)
     else:
         chosen = select_gguf(files, quantization)
     if not chosen or load_format in ("safetensors", "pt"):
-        raise CheckpointError(_nothing_found(model, files, load_format))
+        raise CheckpointError(_nothing_found(model, files, load_format, is_cached))
     return repo.download(chosen) / chosen[0]
 
 
@@ -162,13 +164,14 @@ def _same_model(path: str, wanted: str) -> bool:
     return path.rpartition("-of-")[0][:-5] == wanted.rpartition("-of-")[0][:-5] and path[-9:] == wanted[-9:]
 
 
-def _nothing_found(model: str, files: list[str], load_format: str) -> str:
+def _nothing_found(model: str, files: list[str], load_format: str, is_cached: bool) -> str:
     what = {"auto": "config.json with weights, nor a GGUF file", "gguf": "matching GGUF file"}.get(
         load_format, f"config.json with {load_format} weights"
     )
     shown = ", ".join(sorted(files)[:12]) or "nothing"
     more = f" and {len(files) - 12} more" if len(files) > 12 else ""
-    return f"{model!r} has no {what}; it holds {shown}{more}"
+    where = " in the cache, and there is no connection" if is_cached else ""
+    return f"{model!r} has no {what}{where}; it holds {shown}{more}"
 
 
 def _tokenizer_path(tokenizer: str, hub: _OpenHub, revision: str | None) -> Path:
