@@ -27,6 +27,30 @@ from jaxllm.text.input_processor import InputProcessor, PreparedRequest, Prompt
 from jaxllm.text.output_processor import OutputProcessor
 from jaxllm.text.tokenizer import Tokenizer
 
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "uni"),
+    "speculative_config": (None,),
+    "enable_lora": (False, None),
+    "cpu_offload_gb": (0,),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "task": (None, "auto", "generate"),
+    "hf_overrides": (None, {}),
+    "limit_mm_per_prompt": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "allowed_local_media_path": ("", None),
+    "pooler_config": (None,),
+    "logits_processors": (None, []),
+    "structured_outputs_config": (None, {}),
+    "compilation_config": (None, {}),
+    "skip_tokenizer_init": (False,),
+    "enable_chunked_prefill": (True, None),
+}
+"""Arguments of vLLM for what is not supported -> the values that ask for nothing."""
 _PROGRESS_SECONDS = 0.5
 """How often the progress bar shows new rates while no request finishes."""
 
@@ -61,9 +85,7 @@ class LLM:
         from jaxllm.engine_args import EngineArgs
 
         known = {f.name for f in fields(EngineArgs)}
-        if unknown := sorted(set(engine_args) - known):
-            raise TypeError(f"LLM() got unknown arguments {unknown}; known: {sorted(known)}")
-        args = EngineArgs(model=model, **engine_args)
+        args = EngineArgs(model=model, **_supported(engine_args, known))
         built = build_engine(args)
         self._setup(
             built.engine,
@@ -350,6 +372,25 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _supported(arguments: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The arguments that are known; those of features that are not there may only ask for nothing.
+
+    Raises:
+        TypeError: an unknown name.
+        ValueError: a value that asks for what is not supported.
+    """
+    supported = {}
+    for name, value in arguments.items():
+        if name in known:
+            supported[name] = value
+        elif name not in _NOT_SUPPORTED:
+            raise TypeError(f"LLM() got the unknown argument {name!r}; known: {sorted(known)}")
+        elif value not in _NOT_SUPPORTED[name]:
+            allowed = ", ".join(map(repr, _NOT_SUPPORTED[name]))
+            raise ValueError(f"{name}={value!r} is not supported; allowed: {allowed}")
+    return supported
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.engine.protocol import EngineRequest, RequestDelta
 from jaxllm.errors import RequestError
-from jaxllm.llm import LLM
+from jaxllm.llm import LLM, _supported
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.testing import ByteTokenizer, FakeEngine
 
@@ -226,3 +226,12 @@ def test_shutdown():
     assert fake.is_shut_down
     with pytest.raises(RuntimeError, match="shut down"):
         generate(llm, "a")
+
+
+def test_arguments_of_missing_features_may_only_ask_for_nothing():
+    known = {"seed", "dtype"}
+    assert _supported({"seed": 1, "quantization": None, "enable_lora": False}, known) == {"seed": 1}
+    with pytest.raises(ValueError, match="quantization='awq' is not supported"):
+        _supported({"quantization": "awq"}, known)
+    with pytest.raises(TypeError, match=r"unknown argument 'sed'; known: \['dtype', 'seed'\]"):
+        _supported({"sed": 1}, known)

@@ -1,5 +1,6 @@
 """Tokenizer: a thin, thread-safe wrapper of a transformers tokenizer, and loading one from a folder."""
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from jaxllm.errors import CheckpointError, RequestError
 from jaxllm.text.pieces import TokenPieces, token_pieces
+
+_LOG = logging.getLogger(__name__)
 
 TOKENIZER_MODES = ("auto", "hf", "slow")
 _PROBE = "Hello, world! It's 3.14 - naïve\n\n  日本 👩‍👩‍👧 [x] </y>."
@@ -173,8 +176,8 @@ def load_tokenizer(
 
     Args:
         path: a folder with the tokenizer's files.
-        mode: "auto" or "hf" (the tokenizer the folder asks for), or "slow" (SentencePiece itself, where the
-            folder has a SentencePiece model).
+        mode: "auto", "hf" or "slow". transformers 5 has one tokenizer for each model, which all three
+            give; with "slow" a warning says when that one is fast.
         revision: passed on to code loaded from the folder.
         trust_remote_code: run tokenizer code found in the folder.
         options: further arguments of AutoTokenizer.from_pretrained.
@@ -188,10 +191,6 @@ def load_tokenizer(
         raise ValueError(f"tokenizer_mode must be one of {', '.join(TOKENIZER_MODES)}, got {mode!r}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a tokenizer")
-    if mode == "slow":
-        if not list(folder.glob("*.model")):
-            raise CheckpointError(f'tokenizer_mode "slow" needs a SentencePiece *.model file in {folder}')
-        options["backend"] = "sentencepiece"
     if not trust_remote_code and _is_bare(folder):
         # No configuration says which class it is: the file alone is a whole fast tokenizer.
         return Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")))
@@ -205,6 +204,8 @@ def load_tokenizer(
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"cannot load the tokenizer of {folder}: {error}") from error
+    if mode == "slow" and hf.is_fast:
+        _LOG.warning('tokenizer_mode "slow": transformers has only the fast %s', type(hf).__name__)
     return Tokenizer(hf)
 
 

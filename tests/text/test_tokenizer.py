@@ -4,9 +4,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from transformers import ByT5Tokenizer
 
 from jaxllm.errors import CheckpointError, RequestError
 from jaxllm.testing import ByteTokenizer
+from jaxllm.text.detokenizer import make_detokenizer
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 
 Tiny = dict[str, Tokenizer]
@@ -108,5 +110,23 @@ def test_what_cannot_be_loaded(tmp_path: Path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="auto, hf, slow"):
         load_tokenizer(tmp_path, mode="mistral")
-    with pytest.raises(CheckpointError, match="SentencePiece"):
-        load_tokenizer(tmp_path, mode="slow")
+
+
+def test_slow_mode_says_when_there_is_none(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tiny["byte_level_bpe"].hf.save_pretrained(str(tmp_path))
+    assert load_tokenizer(tmp_path, mode="slow").encode(TEXT) == tiny["byte_level_bpe"].encode(TEXT)
+    assert "only the fast" in caplog.text
+
+
+def test_a_slow_tokenizer(tmp_path: Path):
+    """ByT5's is written in Python and needs no file."""
+    ByT5Tokenizer().save_pretrained(str(tmp_path))
+    tokenizer = load_tokenizer(tmp_path, mode="slow")
+    assert not tokenizer.hf.is_fast
+    assert tokenizer.pieces is None
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens) == TEXT
+    detokenizer = make_detokenizer(tokenizer, tokens[:2])
+    assert "".join(map(detokenizer.add, tokens[2:])) + detokenizer.finish() == TEXT[2:]
+    assert tokenizer.token_text(tokens[0]) == "H"
+    assert tokenizer.encode(TEXT, truncation=3) == tokens[-3:]
