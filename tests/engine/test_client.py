@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from jaxllm.engine.client import EngineClient, InProcessClient, ProcessClient, ProcessOptions
 from jaxllm.engine.protocol import EngineRequest, EngineStats, RequestDelta
 from jaxllm.errors import EngineDeadError, RequestError
@@ -83,9 +84,7 @@ async def test_sampling_parameters_and_logprobs_cross_the_border(make_client: Ma
 async def test_refused_request_fails_alone(make_client: MakeClient):
     client = await make_client(step_seconds=0.01)
     other = asyncio.create_task(collect(client, make_request("other", max_tokens=20)))
-    big = EngineRequest(
-        request_id="big", prompt_tokens=[1] * 600, sampling=SamplingParams(), arrival_time=0.0
-    )
+    big = EngineRequest(request_id="big", prompt_tokens=[1] * 600, sampling=SamplingParams(), arrival_time=0.0)
     with pytest.raises(RequestError) as caught:
         await client.submit(big)
     assert caught.value.param == "prompt"
