@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta
 from jaxllm.outputs import RequestOutput
@@ -26,6 +25,9 @@ from jaxllm.text.chat_template import ChatTemplate, ContentFormat, Message, load
 from jaxllm.text.input_processor import InputProcessor, PreparedRequest, Prompt
 from jaxllm.text.output_processor import OutputProcessor
 from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization": (None,),
@@ -224,7 +226,7 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The transformers tokenizer."""
         if self._tokenizer is None:
             raise ValueError("this LLM has no tokenizer")

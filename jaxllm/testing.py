@@ -8,10 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
-
 from jaxllm.engine.protocol import (
     EngineRequest,
     EngineStats,
@@ -21,41 +17,9 @@ from jaxllm.engine.protocol import (
     TokenLogprobs,
 )
 from jaxllm.errors import RequestError
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.byte_tokenizer import CHAT_TEMPLATE, ByteTokenizer
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-class ByteTokenizer(Tokenizer):
-    """A tokenizer whose token ids 0..255 are the bytes of the text; no file, no training.
-
-    Ids from 256 on are special: <|im_end|> (EOS), <|im_start|>, <|endoftext|>.
-    """
-
-    EOS = 256
-
-    def __init__(self, chat_template: str | None = CHAT_TEMPLATE):
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        # The alphabet's characters sort by byte within the printable and within the shifted ones.
-        by_byte = {_byte_of(character): character for character in alphabet}
-        vocab = {by_byte[byte]: byte for byte in range(256)}
-        backend = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        names = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
-        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-        hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-        hf.chat_template = chat_template
-        super().__init__(hf)
-
-
-def _byte_of(character: str) -> int:
-    """The byte a character of the byte-level alphabet stands for."""
-    shifted = [b for b in range(256) if not (0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or 0xAE <= b <= 0xFF)]
-    return ord(character) if ord(character) < 256 else shifted[ord(character) - 256]
+__all__ = ["CHAT_TEMPLATE", "ByteTokenizer", "FakeEngine"]
 
 
 @dataclass
@@ -138,9 +102,7 @@ class FakeEngine:
         """Drop a request, or one sequence of it; unknown ids are ignored."""
         self.aborted.append((request_id, index))
         self._sequences = [
-            s
-            for s in self._sequences
-            if s.request.request_id != request_id or (index is not None and s.index != index)
+            s for s in self._sequences if s.request.request_id != request_id or (index is not None and s.index != index)
         ]
 
     def step(self) -> list[RequestDelta]:

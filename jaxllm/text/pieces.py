@@ -104,14 +104,14 @@ def _step(stage: dict[str, Any]) -> Callable[[str | bytes, bool], str | bytes] |
     return None
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-_BYTE_OF_CHAR = _byte_level_alphabet()
+_BYTE_OF_CHAR = byte_level_alphabet()
 
 
 def _byte_level(value: str | bytes) -> str | bytes:
