@@ -54,8 +54,10 @@ def random_texts(count: int) -> list[str]:
 TEXTS = NASTY + random_texts(300)
 
 
-def write(path: Path, model: str, tokens: list[str], types: list[int], **values: Any) -> Path:
-    out = gguf.GGUFWriter(path, "llama")
+def write(
+    path: Path, model: str, tokens: list[str], types: list[int], architecture: str = "llama", **values: Any
+) -> Path:
+    out = gguf.GGUFWriter(path, architecture)
     out.add_context_length(128)
     out.add_tokenizer_model(model)
     out.add_token_list(tokens)
@@ -272,6 +274,20 @@ def test_sentencepiece_starts_with_bos_unless_told_otherwise(tmp_path):
     # Control tokens named in text are those tokens.
     ids = tokenizer_from_gguf(path)("<s>the dog", add_special_tokens=False).input_ids
     assert ids == [processor.bos_id(), *processor.encode("the dog")]
+
+
+def test_phi3_chat_tokens_swallow_the_white_space_after_them(tmp_path):
+    processor = trained_sentencepiece(add_dummy_prefix=False, control_symbols=["<|user|>", "<|endoftext|>"])
+    user, end = processor.piece_to_id("<|user|>"), processor.piece_to_id("<|endoftext|>")
+    ids = processor.encode("the dog")
+    for architecture, rest in (("phi3", ids), ("llama", processor.encode("\n the dog"))):
+        path = sentencepiece_file(tmp_path / f"{architecture}.gguf", processor, architecture=architecture)
+        tokenizer = tokenizer_from_gguf(path)
+        assert tokenizer("<|user|>\n the dog", add_special_tokens=False).input_ids == [user, *rest]
+    assert tokenizer_from_gguf(tmp_path / "phi3.gguf")("<|endoftext|> the").input_ids[1:] == [
+        end,
+        *processor.encode(" the"),
+    ]
 
 
 # --- the rest -------------------------------------------------------------------------------------------------
