@@ -3,7 +3,6 @@
 from jaxllm.errors import RequestError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import InputProcessor
-from server.openai.errors import malformed
 from server.openai.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 # Fields that have the same name and meaning in both.
@@ -19,12 +18,12 @@ def check_combinations(body: SamplingFields) -> None:
     """Fields that exclude or need each other.
 
     Raises:
-        ApiError: naming the field.
+        RequestError: naming the field.
     """
     if body.stream_options is not None and not body.stream:
-        raise malformed("stream_options needs stream to be true", "stream_options")
+        raise RequestError("stream_options needs stream to be true.", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
-        raise malformed("prompt_logprobs cannot be streamed", "prompt_logprobs")
+        raise RequestError("prompt_logprobs cannot be streamed.", "prompt_logprobs")
 
 
 def completion_sampling(body: CompletionRequest, inputs: InputProcessor) -> SamplingParams:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.engine.client import EngineClient, InProcessClient
 from jaxllm.testing import ByteTokenizer, FakeEngine
@@ -39,31 +40,29 @@ class Served:
         return await self.post("/v1/chat/completions", {"model": MODEL, "messages": messages} | body)
 
     async def metric(self, name: str, **labels: str) -> float:
-        from prometheus_client.parser import text_string_to_metric_families
-
         text = (await self.http.get("/metrics")).text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         found = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
         assert found, f"no sample {name} {labels}"
         return sum(found)
 
+    @staticmethod
+    def events(response: httpx.Response) -> list[dict[str, Any]]:
+        """The JSON events of a streamed answer, which must end as it should."""
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        data = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+        assert data[-1] == "[DONE]"
+        return [json.loads(line) for line in data[:-1]]
+
+    @staticmethod
+    async def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
 
 Serve = Callable[..., Served]
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The JSON events of a streamed answer, which must end as it should."""
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    data = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
-    assert data[-1] == "[DONE]"
-    return [json.loads(line) for line in data[:-1]]
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -78,8 +77,8 @@ async def serve() -> AsyncIterator[Serve]:
         client = InProcessClient(engine)
         tokenizer = ByteTokenizer()
         inputs = InputProcessor(tokenizer, engine.model_info, generation_config=generation_config)
-        all_settings = ServerSettings(**{"served_model_names": (MODEL, "alias")} | (settings or {}))
-        app = create_app(client, inputs, ChatTemplate(tokenizer), all_settings)
+        values: dict[str, Any] = {"served_model_names": (MODEL, "alias")} | (settings or {})
+        app = create_app(client, inputs, ChatTemplate(tokenizer), ServerSettings(**values))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60)
         served = Served(http, engine, client, app)
