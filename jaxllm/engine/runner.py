@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxllm.sampling.sampler import FULL, GREEDY, SAMPLED
+from jaxllm.sampling.state import FULL, GREEDY, SAMPLED
 from jaxllm.sampling.state import PARAM_WORDS, SamplingLimits, init_state
 
 from jaxllm.batch import AttentionPlan, KVLayer
@@ -218,7 +218,7 @@ class Runner:
             self.num_loaded += 1
             return loaded
         layout = self._layout(bucket)
-        step = build_step(self._rebuild, bucket, layout, self._plan)
+        step = build_step(self._rebuild, bucket, layout, self._plan, self.limits.max_logprobs)
         arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             (self._weights, self._pages, self._state),

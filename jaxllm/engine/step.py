@@ -54,11 +54,16 @@ class StepResult(NamedTuple):
 
 
 def build_step(
-    rebuild_model: Callable[[Any], Any], bucket: Bucket, layout: StepLayout, plan: AttentionPlan
+    rebuild_model: Callable[[Any], Any],
+    bucket: Bucket,
+    layout: StepLayout,
+    plan: AttentionPlan,
+    max_logprobs: int,
 ) -> Callable[..., tuple[StepResult, list[Array], RequestState]]:
     """The function of a bucket: (weights, pages, state, vector) -> (result, pages, state).
 
-    `rebuild_model` turns the flat weights into the model again while tracing.
+    `rebuild_model` turns the flat weights into the model again while tracing; `max_logprobs` is how
+    many of the most likely tokens are reported.
     """
 
     def step(weights, pages, state: RequestState, vector: Int[Array, " size"]):
@@ -67,16 +72,16 @@ def build_step(
         state = _update_state(state, piece)
         mode = piece["sampler_mode"][0] if bucket.sampler_mode is None else bucket.sampler_mode
         if bucket.num_steps == 1:
-            result, pages, state = _one_step(model, pages, state, piece, bucket, plan, mode, 0)
+            result, pages, state = _one_step(model, pages, state, piece, bucket, plan, mode, 0, max_logprobs)
             return (*(x[None] for x in result[:4]), result[4]), pages, state
 
         def body(j, carry):
             outputs, pages, state = carry
-            result, pages, state = _one_step(model, pages, state, piece, bucket, plan, mode, j)
+            result, pages, state = _one_step(model, pages, state, piece, bucket, plan, mode, j, max_logprobs)
             outputs = jax.tree.map(lambda all_, x: all_.at[j].set(x), outputs, tuple(result[:4]))
             return outputs, pages, state
 
-        shapes = jax.eval_shape(lambda: _one_step(model, pages, state, piece, bucket, plan, mode, 0)[0])
+        shapes = jax.eval_shape(lambda: _one_step(model, pages, state, piece, bucket, plan, mode, 0, max_logprobs)[0])
         outputs = tuple(jnp.zeros((bucket.num_steps, *x.shape), x.dtype) for x in shapes[:4])
         outputs, pages, state = jax.lax.fori_loop(0, bucket.num_steps, body, (outputs, pages, state))
         return (*outputs, jnp.zeros((0, 0), shapes[4].dtype)), pages, state
@@ -107,6 +112,7 @@ def _one_step(
     plan: AttentionPlan,
     mode: int | Array,
     index: int | Array,
+    max_logprobs: int,
 ) -> tuple[tuple[Array, ...], list[Array], RequestState]:
     """One pass over the layers; `index` counts the decode steps of the launch."""
     D, Rp, C, Q = bucket.decode_rows, bucket.prefill_rows, bucket.prefill_blocks, plan.block_tokens
@@ -158,7 +164,7 @@ def _one_step(
     # Rows that sample nothing (padding, a chunk inside a prompt) read and write the trash slot.
     sample_slots = jnp.where(samples, slots, trash_slot)
     with jax.named_scope("sample"):
-        out, sampling = sample(logits, state.sampling, sample_slots, lengths, mode)
+        out, sampling = sample(logits, state.sampling, sample_slots, lengths, mode, max_logprobs=max_logprobs)
     last_token = state.last_token.at[sample_slots].set(out.tokens, mode="promise_in_bounds")
     chosen = jnp.stack([out.logprob, out.rank.astype(jnp.float32)], axis=-1)
     state = replace(state, last_token=last_token, sampling=sampling)

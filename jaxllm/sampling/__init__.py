@@ -1,0 +1,1 @@
+"""The sampler: everything between logits and tokens, on the device."""
