@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
 import jaxllm
@@ -96,7 +97,7 @@ def _describe_bodies(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = make_schema()
-            pairs = [(body, "validation") for body in _BODIES.values()]
+            pairs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in _BODIES.values()]
             references, definitions = models_json_schema(pairs, ref_template="#/components/schemas/{model}")
             schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
             for path, body in _BODIES.items():

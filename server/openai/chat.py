@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -34,7 +34,7 @@ async def create_chat_completion(request: Request) -> Response:
     if not body.stream:
         return json_response(await run_unless_gone(request, chat.run()))
     await run_unless_gone(request, submit_all([chat.generation]))
-    return EventStream(framed(chat.chunks(), [chat.generation]))
+    return EventStream(framed(chat.chunks()), chat.generation.close)
 
 
 class _Chat:
@@ -90,7 +90,7 @@ class _Chat:
         finally:
             close_all([generation])
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a streamed answer: for each choice one with the role, then what it says."""
         reports = UsageReports(self._body, [self.generation], self._state.settings)
         started: set[int] = set()

@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -34,7 +35,7 @@ async def create_completion(request: Request) -> Response:
     if not body.stream:
         return json_response(await run_unless_gone(request, completion.run()))
     await run_unless_gone(request, submit_all(completion.generations))
-    return EventStream(framed(completion.chunks(), completion.generations))
+    return EventStream(framed(completion.chunks()), lambda: close_all(completion.generations))
 
 
 class _Completion:
@@ -42,8 +43,8 @@ class _Completion:
 
     def __init__(self, state: ServerState, body: CompletionRequest, id: str, generations: list[Generation]):
         self.generations = generations
-        self._state = state
-        self._body = body
+        self.state = state
+        self.body = body
         self._n = generations[0].prepared.sampling.n
         self._head = {
             "id": id,
@@ -100,37 +101,30 @@ class _Completion:
                 **self._head,
                 "choices": choices,
                 "service_tier": None,
-                "system_fingerprint": self._state.fingerprint,
-                "usage": full_usage(self.generations, self._state.settings),
+                "system_fingerprint": self.state.fingerprint,
+                "usage": full_usage(self.generations, self.state.settings),
                 **UNUSED_ANSWER_FIELDS,
             }
         finally:
             close_all(self.generations)
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a streamed answer."""
-        reports = UsageReports(self._body, self.generations, self._state.settings)
+        reports = UsageReports(self.body, self.generations, self.state.settings)
         choices: dict[int, _Choice] = {}
-        async for position, result in merge(self.generations):
-            for output in result.outputs:
-                index = position * self._n + output.index
-                if index not in choices:
-                    choices[index] = _Choice(self, position)
-                chunk: dict[str, Any] = {**self._head, "choices": [choices[index].delta(output, index)]}
-                if output.finish_reason is not None:
-                    chunk["system_fingerprint"] = self._state.fingerprint
-                yield reports.add_to(chunk)
+        async with aclosing(merge(self.generations)) as results:
+            async for position, result in results:
+                for output in result.outputs:
+                    index = position * self._n + output.index
+                    if index not in choices:
+                        choices[index] = _Choice(self, position)
+                    chunk: dict[str, Any] = {**self._head, "choices": [choices[index].delta(output, index)]}
+                    if output.finish_reason is not None:
+                        chunk["system_fingerprint"] = self.state.fingerprint
+                    yield reports.add_to(chunk)
         if reports.at_end:
-            fingerprint = self._state.fingerprint
+            fingerprint = self.state.fingerprint
             yield {**self._head, "choices": [], "usage": reports.final(), "system_fingerprint": fingerprint}
-
-    @property
-    def state(self) -> ServerState:
-        return self._state
-
-    @property
-    def body(self) -> CompletionRequest:
-        return self._body
 
 
 class _Choice:

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from jaxllm.errors import EngineDeadError, RequestError
 
@@ -75,6 +76,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, error.message, "BadRequestError", error.param)
         case EngineDeadError():
             return ApiError(503, f"The engine cannot serve requests: {error}", "ServiceUnavailableError")
+        case ClientDisconnect():
+            return ApiError(499, "The client closed the connection", "ClientClosedRequestError")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), _HTTP_TYPES.get(error.status_code, "Bad Request"))
         case _:
@@ -92,5 +95,5 @@ def install_handlers(app: FastAPI) -> None:
         headers = error.headers if isinstance(error, HTTPException) else None
         return to_api_error(error).response(dict(headers) if headers else None)
 
-    for kind in (ApiError, RequestError, EngineDeadError, ValidationError, HTTPException, Exception):
+    for kind in (ApiError, RequestError, EngineDeadError, ValidationError, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -97,12 +97,15 @@ class Generation:
 
 
 async def submit_all(generations: Sequence[Generation]) -> None:
-    """Submit every generation, or none: when the engine refuses one, the others are closed."""
-    results = await asyncio.gather(*(g.submit() for g in generations), return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
+    """Submit every generation, or none: when one is refused or the caller gives up, all are closed."""
+    try:
+        results = await asyncio.gather(*(g.submit() for g in generations), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+    except BaseException:
         close_all(generations)
-        raise errors[0]
+        raise
 
 
 def close_all(generations: Iterable[Generation]) -> None:
@@ -122,9 +125,12 @@ async def collect(generations: Sequence[Generation]) -> list[RequestOutput]:
             raise ApiError(500, "Generation ended without an output", "InternalServerError")
         return final
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(last(g)) for g in generations]
-    return [task.result() for task in tasks]
+    tasks = [asyncio.create_task(last(g)) for g in generations]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, RequestOutput]]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -87,14 +87,17 @@ class EventStream(Response):
 
     Args:
         events: whole events, framed. A client that leaves cancels it where it waits.
+        on_end: called when the answer has ended, even if `events` was never started (a generator's own
+            `finally` would then not run).
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]):
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
@@ -107,8 +110,11 @@ class EventStream(Response):
         except OSError:
             pass  # how some servers report that the client has gone
         finally:
-            await _cancel(sending, leaving)
-            await self._events.aclose()
+            try:
+                await _cancel(sending, leaving)
+                await self._events.aclose()
+            finally:
+                self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -31,7 +31,7 @@ class SamplingFields(BaseModel):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -50,7 +50,7 @@ class SamplingFields(BaseModel):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     echo: bool = False
-    priority: int = 0
+    priority: Int64 = 0
     cache_salt: str | None = None
     request_id: str | None = None
     return_tokens_as_token_ids: bool = False

@@ -1,7 +1,7 @@
 """Server-sent events: framing, and the chunks that every kind of stream has."""
 
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -10,8 +10,6 @@ from server.openai.errors import to_api_error
 from server.openai.generation import Generation
 from server.openai.schemas import SamplingFields
 from server.settings import ServerSettings
-
-logger = logging.getLogger(__name__)
 
 # Fields of vLLM's answers that belong to features this server does not have; clients may look for the keys.
 UNUSED_ANSWER_FIELDS = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
@@ -26,21 +24,15 @@ def event(content: Any) -> bytes:
     return b"data: " + _encoder.encode(content) + b"\n\n"
 
 
-async def framed(chunks: AsyncIterator[dict[str, Any]], generations: Sequence[Generation]) -> AsyncGenerator[bytes]:
-    """Frame the chunks of an answer and end it. A failure becomes an event, since the status is long sent.
-
-    The generations are closed at the end, and when the client leaves.
-    """
-    try:
+async def framed(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
+    """Frame the chunks of an answer and end it. A failure becomes an event, since the status is long sent."""
+    async with aclosing(chunks):
         try:
             async for chunk in chunks:
                 yield event(chunk)
         except Exception as error:
             yield event(to_api_error(error).body())
         yield DONE
-    finally:
-        for generation in generations:
-            generation.close()
 
 
 def usage(generations: Sequence[Generation], settings: ServerSettings) -> dict[str, Any]:

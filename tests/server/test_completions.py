@@ -70,6 +70,8 @@ async def test_best_of_returns_n(serve):
     assert answer["usage"]["completion_tokens"] == 6
     assert all(c["logprobs"] is None for c in answer["choices"])
     assert served.engine.requests[0].sampling.n == 3
+    events = served.events(await served.completion(best_of=3, n=2, max_tokens=2, stream=True))
+    assert [text_of(events, i) for i in range(2)] == [c["text"] for c in answer["choices"]]
 
 
 async def test_parameters_reach_the_engine(serve):

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from jaxllm.errors import RequestError
+
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
@@ -45,6 +47,7 @@ BAD_CHATS = [
     ({"max_tokens": 0}, "max_tokens", "BadRequestError"),
     ({"max_tokens": 513}, "max_tokens", "BadRequestError"),
     ({"max_completion_tokens": 513}, "max_completion_tokens", "BadRequestError"),
+    ({"priority": 2**63}, "body.priority", "Bad Request"),
     ({"max_tokens": 5, "min_tokens": 20}, "min_tokens", "BadRequestError"),
     ({"top_logprobs": 2}, "top_logprobs", "BadRequestError"),
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "BadRequestError"),
@@ -170,6 +173,14 @@ async def test_body_that_is_not_a_json_object(serve, body):
     assert_error(response, 400, None, "Bad Request")
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+async def test_numbers_that_are_not_finite(serve, field, value):
+    headers = {"content-type": "application/json"}
+    body = f'{{"prompt": "x", "{field}": {value}}}'
+    assert (await serve().http.post(COMPLETION, content=body, headers=headers)).status_code == 400
+
+
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 async def test_wrong_content_type(serve, content_type):
     body = json.dumps({"prompt": "x"})
@@ -206,8 +217,6 @@ async def test_unknown_route_and_method(serve):
 
 
 async def test_refusal_by_the_engine_comes_before_the_stream(serve, monkeypatch):
-    from jaxllm.errors import RequestError
-
     served = serve()
 
     def refuse(request):
@@ -220,8 +229,6 @@ async def test_refusal_by_the_engine_comes_before_the_stream(serve, monkeypatch)
 
 
 async def test_refusal_of_one_prompt_stops_the_others(serve, monkeypatch):
-    from jaxllm.errors import RequestError
-
     served = serve(step_seconds=0.005)
     add = served.engine.add_request
 
@@ -239,8 +246,9 @@ async def test_refusal_of_one_prompt_stops_the_others(serve, monkeypatch):
 async def test_engine_that_dies(serve):
     served = serve(fail_at_step=3)
     assert (await served.http.get("/health")).status_code == 200
-    response = await served.completion(max_tokens=50)
+    response = await served.completion(max_tokens=50, prompt=["a", "b"])
     assert_error(response, 500, None, "InternalServerError")
+    assert "told to fail" in response.json()["error"]["message"]
     assert (await served.http.get("/health")).status_code == 503
     assert (await served.http.get("/ping")).status_code == 503
     assert_error(await served.completion(), 503, None, "ServiceUnavailableError")

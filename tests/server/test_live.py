@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import uvicorn
+from openai.types.chat import ChatCompletionMessageParam
 
 
 @asynccontextmanager
@@ -31,9 +32,9 @@ async def listening(served) -> AsyncIterator[str]:
 async def test_openai_client(serve):
     served = serve({"api_keys": ("sk-x",)})
     async with listening(served) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-x") as client:
-        messages = [{"role": "user", "content": "Hi"}]
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
         whole = await client.chat.completions.create(model="fake", messages=messages, max_tokens=8)
-        text = ""
+        text, usage = "", None
         async for chunk in await client.chat.completions.create(
             model="fake", messages=messages, max_tokens=8, stream=True, stream_options={"include_usage": True}
         ):
@@ -42,7 +43,8 @@ async def test_openai_client(serve):
         assert text == whole.choices[0].message.content and len(text) == 8
         assert usage is not None and usage.completion_tokens == 8
         completion = await client.completions.create(model="fake", prompt="Hello", max_tokens=3, logprobs=1)
-        assert completion.choices[0].logprobs and len(completion.choices[0].logprobs.tokens) == 3
+        logprobs = completion.choices[0].logprobs
+        assert logprobs is not None and len(logprobs.tokens or []) == 3
         parts = [
             c.choices[0].text
             async for c in await client.completions.create(model="fake", prompt="Hello", max_tokens=3, stream=True)
@@ -93,11 +95,29 @@ async def test_client_that_leaves_before_the_answer_aborts_it(serve):
             await served.eventually(lambda: not served.engine.has_work())
 
 
+async def test_client_that_leaves_before_the_engine_has_looked(serve):
+    """Leaving between submission and the first chunk is the moment when nobody has iterated yet."""
+    served = serve(step_seconds=0.3)
+    async with listening(served) as url, httpx.AsyncClient(base_url=url) as http:
+        first = asyncio.create_task(served.completion(max_tokens=3))
+        await served.eventually(served.engine.has_work)
+        body = {"prompt": ["x", "y"], "max_tokens": 400, "stream": True}
+        late = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
+        for seconds, task in zip((0.02, 0.05, 0.25), late, strict=True):
+            await asyncio.sleep(seconds)
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        assert (await first).status_code == 200
+        await served.eventually(lambda: not served.engine.has_work())
+        assert (await http.get("/load")).json() == {"server_load": 0}
+
+
 async def test_many_streams_half_of_them_cut(serve):
     served = serve(step_seconds=0.002, max_num_seqs=64)
 
     async def read(http: httpx.AsyncClient, number: int) -> str:
-        body = {"prompt": f"prompt {number}", "max_tokens": 40, "stream": True}
+        # Those that are cut could go on for longer than anybody takes to notice.
+        body = {"prompt": f"prompt {number}", "max_tokens": 480 if number % 2 else 40, "stream": True}
         text = ""
         async with http.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():

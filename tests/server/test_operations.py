@@ -2,6 +2,8 @@
 
 import pytest
 
+from server.settings import CorsSettings, ServerSettings
+
 
 async def test_health_version_load_ping(serve):
     served = serve()
@@ -159,8 +161,6 @@ async def test_preflight_needs_no_key(serve):
 
 
 async def test_allowed_origin(serve):
-    from server.settings import CorsSettings
-
     served = serve(KEYS | {"cors": CorsSettings(allowed_origins=("http://example.com",))})
     headers = {"Origin": "http://example.com", "Access-Control-Request-Method": "POST"}
     response = await served.http.options("/v1/chat/completions", headers=headers)
@@ -172,8 +172,6 @@ async def test_allowed_origin(serve):
 
 
 async def test_settings_are_checked():
-    from server.settings import ServerSettings
-
     with pytest.raises(ValueError, match="api_keys"):
         ServerSettings(served_model_names=("m",), api_keys=("",))
     with pytest.raises(ValueError, match="served_model_names"):
