@@ -56,16 +56,18 @@ class _Reader:
             raise CheckpointError(f"{self.checkpoint.path} has no {self.checkpoint.architecture}.{key} in its metadata")
         return value
 
-    def uniform(self, key: str, default: Any = None) -> Any:
-        """A number that may be written once or per layer; layers that differ are not supported."""
-        value = self.get(key, default)
-        if not isinstance(value, list):
-            return value
-        if len(set(value)) != 1:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {key} differs between layers ({value}), which is not supported"
-            )
-        return value[0]
+    def count(self, key: str, default: int | None = None) -> int:
+        """A number of things that may be written once or per layer; layers that differ are not supported."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {key} differs between layers ({value}), which is not supported"
+                )
+            value = value[0]
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.checkpoint.path}: {key} must be a positive integer, got {value!r}")
+        return value
 
 
 def hf_config_from_gguf(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
@@ -122,9 +124,7 @@ def generation_config_from_gguf(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
 
 def _decoder_config(reader: _Reader) -> dict[str, Any]:
     """What all rotary decoders share."""
-    embed_dim, num_heads = reader.need("embedding_length"), reader.uniform("attention.head_count")
-    if not num_heads:
-        reader.need("attention.head_count")
+    embed_dim, num_heads = reader.count("embedding_length"), reader.count("attention.head_count")
     head_dim = reader.get("attention.key_length") or reader.get("rope.dimension_count") or embed_dim // num_heads
     if reader.checkpoint.architecture == "phi3":
         head_dim = embed_dim // num_heads
@@ -133,12 +133,12 @@ def _decoder_config(reader: _Reader) -> dict[str, Any]:
     names = reader.checkpoint.gguf_names()
     config = {
         "hidden_size": embed_dim,
-        "intermediate_size": reader.uniform("feed_forward_length"),
-        "num_hidden_layers": reader.need("block_count"),
+        "intermediate_size": reader.count("feed_forward_length"),
+        "num_hidden_layers": reader.count("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": reader.uniform("attention.head_count_kv", num_heads),
+        "num_key_value_heads": reader.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": reader.need("context_length"),
+        "max_position_embeddings": reader.count("context_length"),
         "rms_norm_eps": _decimal(reader.need("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(reader.get("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(reader),
@@ -208,12 +208,12 @@ def _phi3_config(reader: _Reader, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gpt2_config(reader: _Reader) -> dict[str, Any]:
     return {
-        "n_embd": reader.need("embedding_length"),
-        "n_layer": reader.need("block_count"),
-        "n_head": reader.need("attention.head_count"),
+        "n_embd": reader.count("embedding_length"),
+        "n_layer": reader.count("block_count"),
+        "n_head": reader.count("attention.head_count"),
         "n_inner": reader.get("feed_forward_length"),
-        "n_positions": reader.need("context_length"),
-        "n_ctx": reader.need("context_length"),
+        "n_positions": reader.count("context_length"),
+        "n_ctx": reader.count("context_length"),
         "layer_norm_epsilon": _decimal(reader.need("attention.layer_norm_epsilon")),
         "activation_function": "gelu_new",
     }

@@ -126,6 +126,8 @@ class GGUFFile:
         if not 1 <= num_dims <= _MAX_DIMS:
             raise CheckpointError(f"{self.path}: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are read")
         dims = cursor.unpack(f"{num_dims}Q")
+        if 0 in dims:
+            raise CheckpointError(f"{self.path}: tensor {name!r} has an axis of size 0: {tuple(reversed(dims))}")
         tensor_type, offset = cursor.unpack("IQ")
         return name, tuple(reversed(dims)), tensor_type, offset
 

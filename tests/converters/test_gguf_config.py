@@ -252,6 +252,8 @@ def test_numbers_per_layer(tmp_path):
     assert config_of(tmp_path / "m.gguf", feed_forward_length=[48, 48])["intermediate_size"] == 48
     with pytest.raises(CheckpointError, match="differs between layers"):
         config_of(tmp_path / "m.gguf", feed_forward_length=[48, 64])
+    with pytest.raises(CheckpointError, match=r"attention\.head_count must be a positive integer, got 0"):
+        config_of(tmp_path / "m.gguf", **{"attention.head_count": 0})
 
 
 def test_yarn_and_unknown_rope_scaling(tmp_path):
