@@ -17,6 +17,7 @@ from jaxllm.engine.client import EngineClient
 from jaxllm.text.chat_template import ChatTemplate
 from jaxllm.text.input_processor import InputProcessor
 from server import operations
+from server.http_metrics import MeasureHttp
 from server.metrics import ServerMetrics
 from server.middleware import EchoRequestId, RequireApiKey
 from server.openai import chat, completions, errors, models
@@ -64,13 +65,14 @@ def create_app(
     for router in (operations.router, models.router, completions.router, chat.router):
         app.include_router(router)
     errors.install_handlers(app)
-    _add_middleware(app, settings)
+    _add_middleware(app, settings, app.state.server.metrics)
     _describe_bodies(app)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
+def _add_middleware(app: FastAPI, settings: ServerSettings, metrics: ServerMetrics) -> None:
     """The last one added is the first one a request meets."""
+    app.add_middleware(MeasureHttp, registry=metrics.registry)
     if settings.api_keys:
         app.add_middleware(RequireApiKey, keys=settings.api_keys, root_path=settings.root_path)
     app.add_middleware(EchoRequestId, always=settings.enable_request_id_headers)

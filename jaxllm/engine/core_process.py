@@ -5,6 +5,7 @@ its own, so that a step that never returns cannot silence it. What the heartbeat
 running step is how the front end tells a hung engine from a busy one.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection, parent_process
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -40,9 +42,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
     events: str
 
 
-def run_engine(
-    build: Callable[[], SteppingEngine], address: EngineAddress, heartbeat_interval: float = 1.0
-) -> None:
+def run_engine(build: Callable[[], SteppingEngine], address: EngineAddress, heartbeat_interval: float = 1.0) -> None:
     """Entry point of the engine process; returns after a clean stop, exits with 1 after a failure.
 
     Args:
@@ -57,7 +57,7 @@ def run_engine(
         events.setsockopt(zmq.LINGER, _LINGER_MS)
         events.set_hwm(0)
         events.connect(address.events)
-        heart = _Heart(context, address.events, heartbeat_interval)
+        heart = _Heart(context, address, heartbeat_interval)
         heart.start()
         try:
             clean = _build_and_run(build, address, context, events, heart)
@@ -109,7 +109,7 @@ def _receive(commands: zmq.Socket, wait: bool) -> list[Command]:
 class _Heart(threading.Thread):
     """Sends heartbeats, and ends this process when the parent has gone."""
 
-    def __init__(self, context: zmq.Context, address: str, interval: float):
+    def __init__(self, context: zmq.Context, address: EngineAddress, interval: float):
         super().__init__(name="jaxllm-heartbeat", daemon=True)
         self.loop: EngineLoop | None = None
         self._context = context
@@ -122,7 +122,7 @@ class _Heart(threading.Thread):
         watched = [self._wake_reader] if parent is None else [self._wake_reader, parent.sentinel]
         with self._context.socket(zmq.PUSH) as events:
             events.setsockopt(zmq.LINGER, 0)
-            events.connect(self._address)
+            events.connect(self._address.events)
             while True:
                 seconds = self.loop.step_seconds if self.loop is not None else 0.0
                 events.send(encoder.encode(Heartbeat(seconds)))
@@ -133,7 +133,16 @@ class _Heart(threading.Thread):
                     # At once and without clean-up: the main thread may be stuck in a step, and a
                     # process nobody can reach must not keep the device.
                     logger.error("the front end has gone; the engine process ends")
+                    self._remove_sockets()
                     os._exit(1)
+
+    def _remove_sockets(self) -> None:
+        """The files the front end can no longer remove, and their folder if nothing else is in it."""
+        paths = [Path(endpoint.removeprefix("ipc://")) for endpoint in (self._address.commands, self._address.events)]
+        with contextlib.suppress(OSError):
+            for path in paths:
+                path.unlink(missing_ok=True)
+            paths[0].parent.rmdir()
 
     def stop(self) -> None:
         """End the thread and wait for it."""

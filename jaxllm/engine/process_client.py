@@ -92,9 +92,7 @@ class ProcessClient(BaseEngineClient):
         self._closed = False
 
     @classmethod
-    async def start(
-        cls, build: Callable[[], SteppingEngine], options: ProcessOptions | None = None
-    ) -> Self:
+    async def start(cls, build: Callable[[], SteppingEngine], options: ProcessOptions | None = None) -> Self:
         """Spawn the process and wait until its engine is ready.
 
         Args:

@@ -234,7 +234,7 @@ async def test_engine_process_ends_with_its_parent(tmp_path: Path):
         "from jaxllm.testing import FakeEngine\n"
         "async def main():\n"
         "    client = await ProcessClient.start(FakeEngine)\n"
-        "    print(client.pid, flush=True)\n"
+        "    print(client.pid, client._folder, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"
@@ -244,11 +244,13 @@ async def test_engine_process_ends_with_its_parent(tmp_path: Path):
         sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(root)}
     )
     assert parent.stdout is not None
-    pid = int(await parent.stdout.readline())
-    assert is_running(pid)
+    number, folder = (await parent.stdout.readline()).decode().split()
+    pid = int(number)
+    assert is_running(pid) and Path(folder).exists()
     parent.kill()
     await parent.wait()
     await eventually(lambda: not is_running(pid))
+    assert not Path(folder).exists()
 
 
 def test_options_are_checked():

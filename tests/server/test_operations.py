@@ -121,6 +121,19 @@ async def test_applications_share_no_metrics(serve):
     assert await second.metric("vllm:generation_tokens_total") == 0
 
 
+async def test_http_requests_are_counted_by_route(serve):
+    served = serve()
+    await served.completion(max_tokens=1)
+    await served.completion(max_tokens=-1)
+    await served.http.get("/made/up/path")
+    labels = {"handler": "/v1/completions", "method": "POST"}
+    assert await served.metric("http_requests_total", **labels, status="2xx") == 1
+    assert await served.metric("http_requests_total", **labels, status="4xx") == 1
+    assert await served.metric("http_request_duration_seconds_count", **labels) == 2
+    assert await served.metric("http_requests_total", handler="none", status="4xx") == 1
+    assert "made/up" not in (await served.http.get("/metrics")).text
+
+
 KEYS = {"api_keys": ("sk-one", "sk-two")}
 BODY = {"prompt": "x", "max_tokens": 1}
 
