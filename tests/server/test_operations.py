@@ -1,5 +1,9 @@
 """Health, models, metrics, keys and cross-origin rules."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from server.settings import CorsSettings, ServerSettings
@@ -182,6 +186,13 @@ async def test_allowed_origin(serve):
     response = await served.http.get("/v1/models", headers={"Origin": "http://example.com"})
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "http://example.com"
+
+
+def test_front_end_does_not_import_jax():
+    """The engine process owns the device; a front end that imports jax would take a part of it."""
+    script = "import sys, server.app; sys.exit('jax' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", script], cwd=root, check=False).returncode == 0
 
 
 async def test_settings_are_checked():
