@@ -48,9 +48,7 @@ class Attention(nnx.Module):
             ("kv_heads", None, "head_dim"),
             bias=qkv_bias,
         )
-        self.out = Linear(
-            (num_heads, head_dim), (embed_dim,), ("heads", "head_dim"), ("embed",), bias=out_bias
-        )
+        self.out = Linear((num_heads, head_dim), (embed_dim,), ("heads", "head_dim"), ("embed",), bias=out_bias)
         normed = qk_norm_eps is not None
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, axis="head_dim", offset=norm_offset) if normed else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, axis="head_dim", offset=norm_offset) if normed else None

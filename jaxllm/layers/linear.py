@@ -27,7 +27,7 @@ class Linear(nnx.Module):
         self.bias = param(outputs, output_axes) if bias else None
         self.outputs = outputs
 
-    def __call__(self, x: Float[Array, "T *inputs"]) -> Float[Array, "T *outputs"]:
+    def __call__(self, x: Float[Array, " T *inputs"]) -> Float[Array, " T *outputs"]:
         size = prod(self.outputs)
         y = x.reshape(x.shape[0], -1) @ self.weight[...].reshape(-1, size)
         if self.bias is not None:

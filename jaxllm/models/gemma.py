@@ -92,9 +92,7 @@ class Gemma(nnx.Module):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(layer.attention.kv_layer for layer in self.layers)
 
-    def __call__(
-        self, batch: StepBatch, kv_pages: list[Pages]
-    ) -> tuple[Float[Array, "T D"], list[Pages]]:
+    def __call__(self, batch: StepBatch, kv_pages: list[Pages]) -> tuple[Float[Array, "T D"], list[Pages]]:
         x = self.embedding(batch.tokens)
         # The scale is rounded to the weights' type first, as the models were trained.
         x = x * jnp.asarray(self.config.embed_dim**0.5, x.dtype)

@@ -44,9 +44,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = LayerNorm(config.embed_dim, config.norm_eps)
         self.mlp = MLP(config.embed_dim, config.mlp_dim, config.activation)
 
-    def __call__(
-        self, x: Float[Array, "T D"], pages: Pages, batch: StepBatch
-    ) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], pages: Pages, batch: StepBatch) -> tuple[Float[Array, "T D"], Pages]:
         with jax.named_scope("attention"):
             attended, pages = self.attention(self.attention_norm(x), pages, batch, None)
             x = x + attended
@@ -66,9 +64,7 @@ class GPT2(nnx.Module):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(layer.attention.kv_layer for layer in self.layers)
 
-    def __call__(
-        self, batch: StepBatch, kv_pages: list[Pages]
-    ) -> tuple[Float[Array, "T D"], list[Pages]]:
+    def __call__(self, batch: StepBatch, kv_pages: list[Pages]) -> tuple[Float[Array, "T D"], list[Pages]]:
         x = self.embedding(batch.tokens) + self.positions(batch.positions)
         new_pages = []
         for layer, pages in zip(self.layers, kv_pages, strict=True):

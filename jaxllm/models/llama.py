@@ -77,9 +77,7 @@ class Llama(nnx.Module):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(layer.attention.kv_layer for layer in self.layers)
 
-    def __call__(
-        self, batch: StepBatch, kv_pages: list[Pages]
-    ) -> tuple[Float[Array, "T D"], list[Pages]]:
+    def __call__(self, batch: StepBatch, kv_pages: list[Pages]) -> tuple[Float[Array, "T D"], list[Pages]]:
         x = self.embedding(batch.tokens)
         rope = self.rope.tables(batch.positions)
         new_pages = []

@@ -57,9 +57,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = LayerNorm(config.embed_dim, NORM_EPS)
         self.mlp = MLP(config.embed_dim, config.mlp_dim, config.activation, bias=config.bias)
 
-    def __call__(
-        self, x: Float[Array, "T D"], pages: Pages, batch: StepBatch
-    ) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], pages: Pages, batch: StepBatch) -> tuple[Float[Array, "T D"], Pages]:
         with jax.named_scope("attention"):
             inputs = self.attention_norm(x) if self.norm_first else x
             attended, pages = self.attention(inputs, pages, batch, None)
@@ -86,9 +84,7 @@ class OPT(nnx.Module):
     def kv_layers(self) -> tuple[KVLayer, ...]:
         return tuple(layer.attention.kv_layer for layer in self.layers)
 
-    def __call__(
-        self, batch: StepBatch, kv_pages: list[Pages]
-    ) -> tuple[Float[Array, "T E"], list[Pages]]:
+    def __call__(self, batch: StepBatch, kv_pages: list[Pages]) -> tuple[Float[Array, "T E"], list[Pages]]:
         x = self.embedding(batch.tokens)
         if self.project_in is not None:
             x = self.project_in(x)
