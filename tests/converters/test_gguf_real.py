@@ -9,6 +9,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -17,10 +19,14 @@ from sentencepiece import SentencePieceProcessor
 from sentencepiece import sentencepiece_model_pb2 as model_proto
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from converters import describe_model, load_model, resolve_model
 from converters.default_model import FILE_NAME, default_model_path
 from converters.gguf import GGUFCheckpoint
 from converters.gguf_config import generation_config_from_gguf, hf_config_from_gguf
 from converters.gguf_tokenizer import tokenizer_from_gguf
+from jaxllm.batch import AttentionPlan, StepBatch
+from jaxllm.cache.kv_pages import group_windows
+from jaxllm.sharding import make_mesh
 
 SMOLLM2, GEMMA3 = FILE_NAME, "gemma-3-270m-q4_k_m.gguf"
 NASTY = [
@@ -156,3 +162,60 @@ def test_weights_equal_transformers_reading_of_the_file(name):
     assert checkpoint.names() == set(expected)
     for tensor_name, weight in expected.items():
         np.testing.assert_array_equal(checkpoint.read(tensor_name), weight.numpy(), err_msg=tensor_name)
+
+
+def our_logits(path: Path, tokens: np.ndarray, positions: list[int]) -> np.ndarray:
+    """Logits of one prefill in float32, at some positions: file -> source -> model -> one step."""
+    source = resolve_model(str(path))
+    facts = describe_model(source.hf_config)
+    mesh = make_mesh(1)
+    model: Any = load_model(source, facts, dtype="float32", mesh=mesh).model
+    T, page_size = len(tokens), 16
+    num_pages = -(-T // page_size)
+    windows = group_windows(facts.kv_layers)
+    table = np.stack([np.arange(1, num_pages + 1), np.zeros(num_pages)]).astype(np.int32)
+    batch = StepBatch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        positions=jnp.arange(T, dtype=jnp.int32),
+        rows=jnp.zeros(T, jnp.int32),
+        kv_lengths=jnp.asarray([T], jnp.int32),
+        block_rows=jnp.zeros(1, jnp.int32),
+        page_tables=tuple(jnp.asarray(table) for _ in windows),
+        plan=AttentionPlan("reference", mesh, windows, page_size, T, False),
+    )
+    pages = [
+        jnp.zeros((num_pages + 1, 2, layer.num_kv_heads, page_size, layer.head_dim), jnp.float32)
+        for layer in facts.kv_layers
+    ]
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = model(batch, pages)
+        return np.asarray(model.logits(hidden[jnp.asarray(positions)]))
+
+
+def transformers_logits(path: Path, tokens: np.ndarray, positions: list[int]) -> np.ndarray:
+    """The same from transformers' model class, with the file's dequantised weights."""
+    checkpoint = GGUFCheckpoint(path)
+    config = transformers.AutoConfig.for_model(**hf_config_from_gguf(checkpoint) | {"torch_dtype": "float32"})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    weights = {name: torch.from_numpy(np.array(checkpoint.read(name))) for name in checkpoint.names()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (set(missing) - {"lm_head.weight"}, unexpected) == (set(), [])
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)[None], logits_to_keep=torch.tensor(positions)).logits[0].numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "length", "positions"),
+    [(SMOLLM2, 64, [0, 1, 17, 40, 63]), (GEMMA3, 544, [0, 1, 100, 511, 512, 543])],  # Gemma's window is 512
+)
+def test_logits_equal_those_of_transformers(name, length, positions):
+    path = real_file(name)
+    text = "The quick brown fox jumps over the lazy dog. 삼겹살, déjà vu: def f(x): return x ** 2\n" * 40
+    tokens = np.asarray(tokenizer_from_gguf(path)(text).input_ids[:length], np.int64)
+    assert len(tokens) == length
+    ours = our_logits(path, tokens, positions)
+    expected = transformers_logits(path, tokens, positions)
+    assert ours.shape == expected.shape
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_array_equal(ours.argmax(-1), expected.argmax(-1))
