@@ -67,13 +67,19 @@ def checkpoint(request, tmp_path_factory):
     return model, folder
 
 
-def load(folder, tensor_parallel_size: int = 1, max_model_len: int | None = None):
+def load(folder, tensor_parallel_size: int = 1, max_model_len: int = 48):
     source = converters.resolve_model(str(folder))
     facts = converters.describe_model(
         source.hf_config, tensor_parallel_size=tensor_parallel_size, max_model_len=max_model_len
     )
     mesh = make_mesh(tensor_parallel_size)
     return converters.load_model(source, facts, dtype="float32", mesh=mesh), mesh
+
+
+@jax.jit
+def forward(model, batch, pages):
+    hidden, pages = model(batch, pages)
+    return model.logits(hidden), pages
 
 
 def logits_of(loaded, mesh, tokens: list[int], chunks: list[int], block_tokens: int = 8) -> np.ndarray:
@@ -99,8 +105,8 @@ def logits_of(loaded, mesh, tokens: list[int], chunks: list[int], block_tokens: 
             page_tables=(table,) * len(windows),
             plan=plan,
         )
-        hidden, pages = jax.jit(lambda model, batch, pages: model(batch, pages))(loaded.model, batch, pages)
-        found.append(np.asarray(loaded.model.logits(hidden))[:size])
+        logits, pages = forward(loaded.model, batch, pages)
+        found.append(np.asarray(logits)[:size])
         start += size
     return np.concatenate(found)
 

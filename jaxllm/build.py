@@ -1,0 +1,222 @@
+"""From a user's arguments to a running engine: the composition root of Python API and server.
+
+The only module below the server that sees both the converters and the engine.
+"""
+
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import converters
+from converters.gguf_tokenizer import tokenizer_from_gguf
+from jaxllm.batch import KVLayer
+from jaxllm.engine.assemble import assemble_engine
+from jaxllm.engine.engine import Engine
+from jaxllm.engine_args import EngineArgs, ModelNeeds, resolve
+from jaxllm.errors import CheckpointError
+from jaxllm.sharding import make_mesh
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, in all)."""
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """What the front end needs of a model: no weights, no device.
+
+    Attributes:
+        tokenizer: None if the engine takes and gives token ids only.
+        generation_config: sampling defaults and EOS ids.
+        eos_token_ids: of the model's configuration.
+        source: where the model is.
+    """
+
+    tokenizer: Tokenizer | None
+    generation_config: dict[str, Any]
+    eos_token_ids: list[int]
+    source: converters.ModelSource
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine with the text side of its model."""
+
+    engine: Engine
+    text: TextSide
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.text.tokenizer
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return self.text.generation_config
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return self.text.eos_token_ids
+
+
+def find_model(args: EngineArgs) -> converters.ModelSource:
+    """Resolve, and download if need be, the model of these arguments."""
+    return converters.resolve_model(
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        token=args.hf_token,
+        load_format=args.load_format,
+        tokenizer=args.tokenizer,
+        tokenizer_revision=args.tokenizer_revision,
+    )
+
+
+def build_text_side(args: EngineArgs, source: converters.ModelSource) -> TextSide:
+    """Tokenizer and sampling defaults.
+
+    Raises:
+        CheckpointError: no tokenizer where one is needed.
+    """
+    tokenizer = None
+    path = source.tokenizer_path
+    if not args.skip_tokenizer_init:
+        if path.is_file():
+            tokenizer = Tokenizer(tokenizer_from_gguf(path))
+        elif _has_tokenizer(path):
+            tokenizer = load_tokenizer(path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code)
+        elif args.load_format != "dummy":
+            raise CheckpointError(
+                f"{path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json); name one with tokenizer, "
+                "or set skip_tokenizer_init to work with token ids"
+            )
+    ids = source.hf_config.get("eos_token_id")
+    eos = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
+    return TextSide(tokenizer, _generation_config(args, source), eos, source)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+    return any((folder / name).exists() for name in names)
+
+
+def _generation_config(args: EngineArgs, source: converters.ModelSource) -> dict[str, Any]:
+    config = dict(source.generation_config)
+    if args.generation_config == "vllm":
+        # Neutral sampling, but what ends a text is a fact of the model.
+        config = {key: value for key, value in config.items() if key == "eos_token_id"}
+    elif args.generation_config != "auto":
+        folder = Path(args.generation_config)
+        path = folder / "generation_config.json" if folder.is_dir() else folder
+        if not path.is_file():
+            raise CheckpointError(
+                f"generation_config {args.generation_config!r} is neither auto, vllm nor a folder with one"
+            )
+        config = json.loads(path.read_text())
+    return config | (args.override_generation_config or {})
+
+
+def build_engine(args: EngineArgs, progress: Progress | None = None) -> BuiltEngine:
+    """Load the model, choose the configuration, compile, and hand over a ready engine.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ValueError: arguments that do not fit the model or the machine.
+    """
+    source = find_model(args)
+    engine = build_core(args, source, progress)
+    return BuiltEngine(engine, build_text_side(args, source))
+
+
+def build_core(
+    args: EngineArgs, source: converters.ModelSource | None = None, progress: Progress | None = None
+) -> Engine:
+    """The engine alone, as the engine process runs it."""
+    start = time.monotonic()
+    source = source or find_model(args)
+    devices = jax.devices()
+    platform = _PLATFORMS.get(devices[0].platform, "cpu")
+    mesh = make_mesh(args.tensor_parallel_size, devices)
+    # The first look decides the context length, which some rope scalings depend on.
+    facts = converters.describe_model(source.hf_config, tensor_parallel_size=args.tensor_parallel_size)
+    resolved = resolve(
+        args,
+        platform=platform,
+        needs=ModelNeeds(
+            max_position_embeddings=facts.max_position_embeddings,
+            checkpoint_dtype=source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"),
+            kv_values_per_token=kv_values(facts.kv_layers),
+            weight_count=facts.num_params,
+        ),
+        device_bytes=device_bytes(devices[0]),
+        cache_dir=str(default_cache_dir()),
+    )
+    config = resolved.config
+    logger.info("model: %s, %s, %.0f M weights", source.name, facts.architecture, facts.num_params / 1e6)
+    logger.info("devices: %d x %s", mesh.size, devices[0].device_kind)
+    for reason in resolved.reasons:
+        logger.info("%s", reason)
+    facts = converters.describe_model(
+        source.hf_config, tensor_parallel_size=args.tensor_parallel_size, max_model_len=config.max_model_len
+    )
+    loaded = converters.load_model(
+        source,
+        facts,
+        dtype=config.dtype,
+        mesh=mesh,
+        load_format=args.load_format,
+        seed=args.seed,
+        progress=progress,
+    )
+    logger.info("weights in place after %.1f s", time.monotonic() - start)
+    engine = assemble_engine(
+        loaded.model,
+        config,
+        kv_layers=facts.kv_layers,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        mesh=mesh,
+        platform=platform,
+        model_facts=facts.config,
+        progress=progress,
+    )
+    logger.info(
+        "ready after %.1f s: %d programs compiled, %d loaded",
+        time.monotonic() - start,
+        engine.runner.num_compiles,
+        engine.runner.num_loaded,
+    )
+    return engine
+
+
+def engine_builder(args: EngineArgs, progress: Progress | None = None) -> Callable[[], Engine]:
+    """A picklable function that builds the engine in another process."""
+    return functools.partial(build_core, args, None, progress)
+
+
+def kv_values(layers: tuple[KVLayer, ...]) -> int:
+    """Values that one token adds to the KV cache."""
+    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
+
+
+def device_bytes(device: jax.Device) -> int | None:
+    """Memory of a device as its runtime reports it; None where it does not."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return None if not stats else stats.get("bytes_limit")
+
+
+def default_cache_dir() -> Path:
+    """Where compiled programs are kept unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxllm" / "compiled"
