@@ -1,7 +1,9 @@
 """Runner: owns what lives on the device (weights, pages, request state) and the compiled programs."""
 
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -150,6 +152,8 @@ class Runner:
         self.num_late_compiles = 0
         self._stop = threading.Event()
         self._background: threading.Thread | None = None
+        # A thread inside the compiler when the interpreter ends would abort the process.
+        atexit.register(_shut_down, weakref.ref(self))
 
     def _initial_state(self) -> RequestState:
         slots = self.config.max_num_seqs + 1
@@ -177,6 +181,12 @@ class Runner:
             self._background.join()
 
     def _compile_rest(self) -> None:
+        try:
+            self._compile_finer()
+        except Exception:  # serving goes on in the larger buckets
+            logger.exception("compiling in the background stopped")
+
+    def _compile_finer(self) -> None:
         for name in self._small.names(swap=self.config.swap_bytes > 0):
             if self._stop.is_set():
                 return
@@ -362,6 +372,12 @@ class Runner:
         if self._background is not None:
             self._background.join(timeout=60)
         self._compiled = {}
+
+
+def _shut_down(reference: "weakref.ref[Runner]") -> None:
+    runner = reference()
+    if runner is not None:
+        runner.shutdown()
 
 
 def sampler_modes_for(platform: str) -> tuple[int, ...]:

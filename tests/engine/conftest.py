@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import pytest
+import torch
+import transformers
 from jaxllm.sharding import make_mesh
 
 import converters
@@ -52,10 +55,25 @@ GEMMA = {
 
 
 @pytest.fixture(scope="session")
-def make_engine() -> Callable[..., Engine]:
+def make_engine(tmp_path_factory) -> Callable[..., Engine]:
     """make_engine(hf_config=LLAMA, **EngineConfig fields): float32, eager unless told otherwise."""
 
-    def make(hf_config: dict = LLAMA, seed: int = 0, **overrides) -> Engine:
+    folders: dict[str, Path] = {}
+
+    def folder_of(hf_config: dict) -> Path:
+        """A checkpoint of random weights, large enough that attention and sampling have something to do."""
+        kind = hf_config["model_type"]
+        if kind not in folders:
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folders[kind])
+        return folders[kind]
+
+    def make(hf_config: dict = LLAMA, **overrides) -> Engine:
         values = {
             "max_model_len": 512,
             "page_size": 16,
@@ -68,16 +86,18 @@ def make_engine() -> Callable[..., Engine]:
         }
         config = EngineConfig(**(values | overrides))
         mesh = make_mesh(config.tensor_parallel_size, jax.devices())
-        loaded = converters.load_dummy(hf_config, dtype="float32", mesh=mesh, seed=seed, scale=0.3)
+        source = converters.resolve_model(str(folder_of(hf_config)))
+        facts = converters.describe_model(source.hf_config, tensor_parallel_size=config.tensor_parallel_size)
+        loaded = converters.load_model(source, facts, dtype="float32", mesh=mesh)
         return assemble_engine(
             loaded.model,
             config,
-            kv_layers=loaded.model.kv_layers,
-            vocab_size=hf_config["vocab_size"],
-            hidden_size=hf_config["hidden_size"],
+            kv_layers=facts.kv_layers,
+            vocab_size=facts.vocab_size,
+            hidden_size=facts.hidden_size,
             mesh=mesh,
             platform="cpu",
-            model_facts=hf_config,
+            model_facts=facts.config,
         )
 
     return make
