@@ -145,6 +145,8 @@ def build_core(
     """The engine alone, as the engine process runs it."""
     start = time.monotonic()
     source = source or find_model(args)
+    # The allocator of a GPU takes its share of the memory when the device is first touched.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{args.gpu_memory_utilization:.3f}")
     devices = jax.devices()
     platform = _PLATFORMS.get(devices[0].platform, "cpu")
     mesh = make_mesh(args.tensor_parallel_size, devices)
@@ -159,7 +161,7 @@ def build_core(
             kv_values_per_token=kv_values(facts.kv_layers),
             weight_count=facts.num_params,
         ),
-        device_bytes=device_bytes(devices[0]),
+        device_bytes=device_bytes(devices[0], args.gpu_memory_utilization),
         cache_dir=str(default_cache_dir()),
     )
     config = resolved.config
@@ -210,10 +212,15 @@ def kv_values(layers: tuple[KVLayer, ...]) -> int:
     return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
 
 
-def device_bytes(device: jax.Device) -> int | None:
-    """Memory of a device as its runtime reports it; None where it does not."""
+def device_bytes(device: jax.Device, utilization: float) -> int | None:
+    """Memory of a device, as far as its runtime tells; None where it does not.
+
+    On a GPU the runtime reports the allocator's share, which is `utilization` of the whole.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
-    return None if not stats else stats.get("bytes_limit")
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return int(stats["bytes_limit"] / (utilization if _PLATFORMS.get(device.platform) == "gpu" else 1))
 
 
 def default_cache_dir() -> Path:

@@ -223,7 +223,8 @@ def resolve(
         kv_bytes = min(kv_bytes, max_num_seqs * (max_model_len + page_size) * kv_token_bytes)
     choose("KV memory", f"{kv_bytes / GIB:.2f} GiB", kv_reason)
     max_num_batched_tokens = args.max_num_batched_tokens or max(budget, max_num_seqs)
-    steps = args.num_decode_steps or (1 if platform == "cpu" else 4)
+    # Several steps in one launch pay where the launch itself is dear.
+    steps = args.num_decode_steps or (4 if platform == "tpu" else 1)
     config = EngineConfig(
         max_model_len=max_model_len,
         page_size=page_size,

@@ -144,9 +144,7 @@ class SamplingParams:
     def clone(self, **changes: Any) -> Self:
         """A copy with `changes`, validated again; lists and dicts are not shared with the original."""
         copies = {
-            f.name: value.copy()
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), (list, dict))
+            f.name: value.copy() for f in fields(self) if isinstance(value := getattr(self, f.name), (list, dict))
         }
         return replace(self, **(copies | changes))
 
@@ -217,13 +215,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}.", "max_tokens")
         if self.min_tokens < 0:
-            raise RequestError(
-                f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.", "min_tokens"
-            )
+            raise RequestError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.", "min_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, "
-                f"got {self.min_tokens}.",
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}.",
                 "min_tokens",
             )
         keep = self.truncate_prompt_tokens
@@ -240,15 +235,12 @@ class SamplingParams:
                 raise RequestError("stop cannot contain an empty string.", "stop")
         if self.stop and not self.detokenize:
             raise RequestError(
-                "stop strings are only supported when detokenize is True. "
-                "Set detokenize=True to use stop.",
+                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.",
                 "stop",
             )
         for word in self.bad_words:
             if not isinstance(word, str) or not word:
-                raise RequestError(
-                    f"bad_words must be non-empty strings, got {word!r} among them.", "bad_words"
-                )
+                raise RequestError(f"bad_words must be non-empty strings, got {word!r} among them.", "bad_words")
 
     def _check_token_lists(self) -> None:
         for token in self.stop_token_ids:
@@ -272,9 +264,7 @@ def _clean_logit_bias(bias: dict[Any, Any]) -> dict[int, float]:
         try:
             token = int(key)
         except (TypeError, ValueError):
-            raise RequestError(
-                f"logit_bias keys must be token ids (integers), got {key!r}.", "logit_bias"
-            ) from None
+            raise RequestError(f"logit_bias keys must be token ids (integers), got {key!r}.", "logit_bias") from None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
             raise RequestError(f"logit_bias of token {token} must be a number, got {value!r}.", "logit_bias")
         clean[token] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(value)))

@@ -86,6 +86,7 @@ def assemble_engine(
         block_tokens=profile.block_tokens,
         num_decode_steps=config.num_decode_steps,
         sampler_modes=sampler_modes_for(platform),
+        narrow_pages=-(-profile.static_tokens // config.page_size),
     )
     folder = None
     if config.cache_dir is not None:

@@ -14,7 +14,8 @@ class Bucket:
         prefill_rows: rows that own prefill blocks.
         num_steps: decode steps in one launch (1 when there are prefill blocks).
         pages: width of the page tables the step reads, in pages.
-        sampler_mode: the compiled sampler branch, or None to choose on the device.
+        sampler_mode: the compiled sampler branch, or None to choose on the device. A higher mode serves
+            the rows of the lower ones, too.
     """
 
     prefill_blocks: int
@@ -38,14 +39,14 @@ class Bucket:
             and self.prefill_rows >= need.prefill_rows
             and self.num_steps == need.num_steps
             and self.pages >= need.pages
-            and self.sampler_mode in (None, need.sampler_mode)
+            and (self.sampler_mode is None or self.sampler_mode >= (need.sampler_mode or 0))
             and (self.prefill_blocks > 0) == (need.prefill_blocks > 0)
         )
 
     def cost(self, block_tokens: int) -> int:
-        """Orders buckets that fit: padded tokens first, then what attention reads."""
+        """Orders buckets that fit: padded tokens first, then what attention reads, then the sampler."""
         tokens = self.decode_rows + self.prefill_blocks * block_tokens
-        return (tokens + 4 * self.prefill_rows) * 1_000_000 + self.pages
+        return ((tokens + 4 * self.prefill_rows) * 1_000_000 + self.pages) * 8 + (self.sampler_mode or 0)
 
 
 def powers_of_two(low: int, high: int) -> list[int]:
@@ -69,7 +70,7 @@ class BucketGrid:
         max_prefill_rows: prefill rows of the large programs.
         num_steps: 1, and the multi-step count where it is used.
         pages: widths of the page table.
-        sampler_modes: (None,) where the branch is chosen on the device.
+        sampler_modes: ascending; (None,) where the branch is chosen on the device.
     """
 
     decode_rows: tuple[int, ...]
@@ -105,12 +106,9 @@ class BucketGrid:
     def first(self) -> list[Bucket]:
         """The buckets without which some step could not run: the largest of each kind."""
         pages, rows, mixed = self.pages[-1], self.decode_rows[-1], self.mixed_decode_rows[-1]
-        blocks = self.prefill_blocks[-1]
-        needed = []
-        for mode in self.sampler_modes:
-            needed += [Bucket(0, rows, 0, steps, pages, mode) for steps in self.num_steps]
-            needed.append(Bucket(blocks, mixed, self.prefill_rows(blocks), 1, pages, mode))
-        return needed
+        blocks, mode = self.prefill_blocks[-1], self.sampler_modes[-1]
+        needed = [Bucket(0, rows, 0, steps, pages, mode) for steps in self.num_steps]
+        return [*needed, Bucket(blocks, mixed, self.prefill_rows(blocks), 1, pages, mode)]
 
 
 def grid_for(
@@ -123,11 +121,13 @@ def grid_for(
     block_tokens: int,
     num_decode_steps: int,
     sampler_modes: Iterable[int],
+    narrow_pages: int,
 ) -> BucketGrid:
     """The grid of a platform ("cpu", "gpu", "tpu").
 
     On a CPU the attention loop follows the longest row and the sampler branches at run time, so that
-    neither multiplies the programs. On a GPU both would cost a host round trip: they are compiled in.
+    neither multiplies the programs. On a GPU both cost a host round trip: the sampler branch is compiled
+    in, and page tables of up to `narrow_pages` get programs of their own, without such a loop.
     """
     # A prefill region of whole blocks: the budget in blocks, and one partly filled block per row.
     max_blocks = -(-max_num_batched_tokens // block_tokens) + max_prefill_rows
@@ -143,14 +143,15 @@ def grid_for(
             pages=(max_pages,),
             sampler_modes=(None,),
         )
-    rows = [r for r in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512) if r < max_num_seqs]
-    widths = [2**i for i in range(3, 20, 2) if 2**i < max_pages]
+    # Each program takes long to compile and its launch is the same work whatever the rows: few sizes.
+    rows = [r for r in (1, 8, 32, 64, 128, 256, 512) if r < max_num_seqs]
+    blocks = [b for b in (4, 32) if b < max_blocks]
     return BucketGrid(
         decode_rows=(*rows, max_num_seqs),
-        mixed_decode_rows=tuple(sorted({0, max_num_seqs})),
-        prefill_blocks=tuple(powers_of_two(4, max_blocks)),
+        mixed_decode_rows=(max_num_seqs,),
+        prefill_blocks=(*blocks, max_blocks),
         max_prefill_rows=max_prefill_rows,
         num_steps=steps,
-        pages=(*widths, max_pages),
+        pages=tuple(sorted({min(narrow_pages, max_pages), max_pages})),
         sampler_modes=tuple(sampler_modes),
     )

@@ -6,14 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxllm.sampling.state import (
-    check_limits,
-    needs_history,
-    needs_rare,
-    pack_params,
-    rare_arguments,
-    required_mode,
-)
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta, TokenLogprobs
@@ -22,6 +14,14 @@ from jaxllm.engine.runner import Launch, Runner
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.step_plan import ScheduledRow, StepPlan
 from jaxllm.errors import RequestError
+from jaxllm.sampling.state import (
+    check_limits,
+    needs_history,
+    needs_rare,
+    pack_params,
+    rare_arguments,
+    required_mode,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxllm.sampling import state as sampling_state
-from jaxllm.sampling.state import HISTORY_CHUNK, SamplingLimits
 
 from jaxllm.cache.kv_pages import pages_sharding
 from jaxllm.engine.executables import ExecutableStore
 from jaxllm.engine.step import RequestState, build_prompt_logprobs
+from jaxllm.sampling import state as sampling_state
+from jaxllm.sampling.state import HISTORY_CHUNK, SamplingLimits
 
 UPDATE_BATCH = 1024
 PAGE_BATCH = 16

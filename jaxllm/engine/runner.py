@@ -4,9 +4,10 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,8 +16,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxllm.sampling.state import FULL, GREEDY, SAMPLED
-from jaxllm.sampling.state import PARAM_WORDS, SamplingLimits, init_state
 
 from jaxllm.batch import AttentionPlan, KVLayer
 from jaxllm.cache.kv_pages import HostPages, allocate_pages, group_windows, pages_sharding
@@ -29,12 +28,14 @@ from jaxllm.engine.programs import HISTORY_CHUNK, PAGE_BATCH, PROMPT_BLOCK, UPDA
 from jaxllm.engine.step import RequestState, StepResult, build_step
 from jaxllm.engine.step_plan import StepPlan
 from jaxllm.engine.weights import flatten_model
+from jaxllm.sampling.state import FULL, GREEDY, PARAM_WORDS, SamplingLimits, init_state
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 # XLA's compiler recurses deeply: the default stack of a thread is too small for large graphs.
 COMPILE_STACK_BYTES = 64 << 20
+_stack_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,29 @@ class PlatformProfile:
 
     Attributes:
         block_tokens: tokens of a prefill block.
-        dynamic_length: see `AttentionPlan`.
+        static_tokens: programs whose page tables hold at most this many tokens attend over the whole
+            width; the wider ones loop up to the longest row (see `AttentionPlan.dynamic_length`).
         stack_weights: see `flatten_model`.
         max_prefill_rows: rows that may prefill in one step.
         warm_runs: executions of each program before serving (GPUs load kernels and build their
             command buffers on the first ones).
-        compile_threads: programs compiled at once.
+        compile_threads: programs compiled at once before serving.
+        background_threads: programs compiled at once beside serving.
     """
 
     block_tokens: int
-    dynamic_length: bool
+    static_tokens: int
     stack_weights: bool
     max_prefill_rows: int
     warm_runs: int
     compile_threads: int
+    background_threads: int
 
 
 PROFILES = {
-    "cpu": PlatformProfile(16, True, False, 8, 0, 2),
-    "gpu": PlatformProfile(64, False, True, 16, 2, 8),
-    "tpu": PlatformProfile(64, True, True, 16, 1, 8),
+    "cpu": PlatformProfile(16, 0, False, 8, 0, 2, 1),
+    "gpu": PlatformProfile(64, 2048, True, 16, 2, 8, 4),
+    "tpu": PlatformProfile(64, 0, True, 16, 1, 8, 4),
 }
 
 
@@ -122,7 +126,7 @@ class Runner:
         windows = group_windows(kv_layers)
         self._num_groups = len(windows)
         self._plan = AttentionPlan(
-            attention, mesh, windows, config.page_size, self.profile.block_tokens, self.profile.dynamic_length
+            attention, mesh, windows, config.page_size, self.profile.block_tokens, dynamic_length=True
         )
         self._pages = allocate_pages(kv_layers, group_sizes, page_size=config.page_size, dtype=config.dtype, mesh=mesh)
         self._pages_sharding = pages_sharding(mesh)
@@ -170,10 +174,8 @@ class Runner:
         needed = self.grid.first()
         self._compile_many(needed, progress)
         self._warm_run(needed)
-        old = threading.stack_size(COMPILE_STACK_BYTES)
         self._background = threading.Thread(target=self._compile_rest, name="compile", daemon=True)
         self._background.start()
-        threading.stack_size(old)
 
     def wait_for_background(self) -> None:
         """Block until every bucket of the grid is compiled."""
@@ -191,27 +193,30 @@ class Runner:
             if self._stop.is_set():
                 return
             self.num_compiles += self._small.compile(name, self._store)
-        for bucket in self.grid.buckets():
-            if self._stop.is_set():
-                return
-            if bucket not in self._compiled:
+        rest = iter([bucket for bucket in self.grid.buckets() if bucket not in self._compiled])
+
+        def work() -> None:
+            for bucket in rest:
+                if self._stop.is_set():
+                    return
                 self._add(bucket, self._compile(bucket))
 
+        with _compile_pool(self.profile.background_threads) as pool:
+            for future in [pool.submit(work) for _ in range(self.profile.background_threads)]:
+                future.result()
+
     def _compile_many(self, buckets: Sequence[Bucket], progress: Progress | None) -> None:
-        old = threading.stack_size(COMPILE_STACK_BYTES)
-        try:
-            with ThreadPoolExecutor(self.profile.compile_threads) as pool:
-                futures = {pool.submit(self._compile, bucket): bucket for bucket in buckets}
-                for done, future in enumerate(as_completed(futures), 1):
-                    self._add(futures[future], future.result())
-                    if progress is not None:
-                        progress(f"compiling {futures[future]}", done, len(futures))
-        finally:
-            threading.stack_size(old)
+        with _compile_pool(self.profile.compile_threads) as pool:
+            futures = {pool.submit(self._compile, bucket): bucket for bucket in buckets}
+            for done, future in enumerate(as_completed(futures), 1):
+                self._add(futures[future], future.result())
+                if progress is not None:
+                    progress(f"compiling {futures[future]}", done, len(futures))
 
     def _add(self, bucket: Bucket, compiled: Any) -> None:
-        self._layouts[bucket] = self._layout(bucket)
-        self._compiled = {**self._compiled, bucket: compiled}  # replaced whole: readers take no lock
+        with self._compile_lock:
+            self._layouts[bucket] = self._layout(bucket)
+            self._compiled = {**self._compiled, bucket: compiled}  # replaced whole: readers take no lock
 
     def _layout(self, bucket: Bucket) -> StepLayout:
         return step_layout(
@@ -228,7 +233,9 @@ class Runner:
             self.num_loaded += 1
             return loaded
         layout = self._layout(bucket)
-        step = build_step(self._rebuild, bucket, layout, self._plan, self.limits.max_logprobs)
+        dynamic = bucket.pages * self.config.page_size > self.profile.static_tokens
+        plan = replace(self._plan, dynamic_length=dynamic)
+        step = build_step(self._rebuild, bucket, layout, plan, self.limits.max_logprobs)
         arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             (self._weights, self._pages, self._state),
@@ -238,7 +245,8 @@ class Runner:
         with self._compile_lock:  # tracing holds the interpreter anyway; only XLA's part runs in parallel
             lowered = jax.jit(step, donate_argnums=(1, 2), out_shardings=outputs).lower(*arguments, vector)
         compiled = lowered.compile()
-        self.num_compiles += 1
+        with self._compile_lock:
+            self.num_compiles += 1
         self._store.save(f"step-{bucket}", compiled)
         return compiled
 
@@ -374,6 +382,20 @@ class Runner:
         self._compiled = {}
 
 
+@contextmanager
+def _compile_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads with stacks for the compiler; the size is a setting of the process, read as they start."""
+    with ThreadPoolExecutor(threads) as pool:
+        with _stack_lock:
+            old = threading.stack_size(COMPILE_STACK_BYTES)
+            started = threading.Barrier(threads + 1)  # an idle thread would be used again instead of a new one
+            for _ in range(threads):
+                pool.submit(started.wait)
+            started.wait()
+            threading.stack_size(old)
+        yield pool
+
+
 def _shut_down(reference: "weakref.ref[Runner]") -> None:
     runner = reference()
     if runner is not None:
@@ -382,4 +404,4 @@ def _shut_down(reference: "weakref.ref[Runner]") -> None:
 
 def sampler_modes_for(platform: str) -> tuple[int, ...]:
     """The sampler branches that are compiled apart where the branch is not chosen on the device."""
-    return () if platform == "cpu" else (GREEDY, SAMPLED, FULL)
+    return () if platform == "cpu" else (GREEDY, FULL)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxllm.sampling.sampler import sample
-from jaxllm.sampling.state import SamplingState, apply_params
 from jaxtyping import Array, Float, Int
 
 from jaxllm.batch import AttentionPlan, StepBatch
 from jaxllm.engine.buckets import Bucket
 from jaxllm.engine.layout import StepLayout
+from jaxllm.sampling.sampler import sample
+from jaxllm.sampling.state import SamplingState, apply_params
 
 
 @jax.tree_util.register_dataclass

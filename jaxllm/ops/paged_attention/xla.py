@@ -123,6 +123,13 @@ def _attend_blocks(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, H), jnp.float32),
     )
-    _, total, out = jax.lax.fori_loop(0, trips, body, start)
+    if plan.dynamic_length:
+        _, total, out = jax.lax.fori_loop(0, trips, body, start)
+    else:
+        # Unrolled: a loop is a host round trip per turn on a GPU, and keeps the step out of a command buffer.
+        carry = start
+        for i in range(trips):
+            carry = body(i, carry)
+        _, total, out = carry
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return jnp.moveaxis(out.reshape(B, K, G, Q, H), 3, 1).astype(q.dtype)
