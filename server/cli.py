@@ -17,7 +17,8 @@ from server.cli_log import configure_logging, log_level
 from server.cli_server import add_server_arguments, serve_options
 from server.listen import bind, check_certificate
 
-logger = logging.getLogger(__name__)
+# Not __name__: as `python -m server.cli` that is __main__, which no level is set for.
+logger = logging.getLogger("server.cli")
 
 _TEXT = "Serve large language models over OpenAI's HTTP API, and measure them."
 _SERVE_TEXT = """\
@@ -143,6 +144,7 @@ def _serve(words: Sequence[str], *, is_module: bool = False) -> int:
     # Until the server has its own handler; asyncio's would leave the exit status to the signal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with bind(serving) as listener:
+        logger.info("jaxllm %s: %s", jaxllm.__version__, args.model or "the default model, as none is named")
         # These take seconds to import, and the address is either free by now or not.
         from server.serve import serve
 
