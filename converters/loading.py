@@ -222,7 +222,8 @@ def _place(
     shape = variable.shape
     kept: dict[tuple, np.ndarray] = {}
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "every device of the mesh holds a part"
         ranges = tuple(range(*part.indices(size)) for part, size in zip(index, shape, strict=True))
         if ranges not in kept:
             out = np.empty([len(part) for part in ranges], dtype)

@@ -65,18 +65,29 @@ class BoundRule:
             sizes[name] = size
         return sizes
 
-    def check(self, source_shape: tuple[int, ...], shape: Sequence[int]) -> None:
-        """Raise CheckpointError if the tensor's shape does not fit the parameter's."""
+    def part_indices(self, shape: Sequence[int]) -> range:
+        """What the rule fills of the axis that `part` names (of axis 0 without a part)."""
+        axis, part = self.part or (0, slice(None))
+        return range(*part.indices(shape[axis])) if isinstance(part, slice) else range(shape[axis])[part:][:1]
+
+    def check(self, source_shape: tuple[int, ...], shape: Sequence[int], stored: Mapping[str, int]) -> None:
+        """Raise CheckpointError unless the tensor has the shape that fills the parameter's.
+
+        Args:
+            source_shape: of the tensor.
+            shape: of the parameter.
+            stored: sizes of the axes that the checkpoint has smaller: see `check_rules`.
+        """
         sizes = self._sizes(shape)
-        fits = len(source_shape) == len(self.inputs)
-        for group, actual in zip(self.inputs, source_shape, strict=False):
-            expected = prod(sizes[name] for name in group)
-            repeats = "K" in group and actual and expected % actual == 0 and "G" not in group
-            padded = group == ("V",) and actual <= expected
-            fits = fits and (actual == expected or repeats or padded)
-        if not fits:
-            wanted = tuple(prod(sizes[name] for name in group) for group in self.inputs)
-            raise CheckpointError(f"tensor {self.source!r} has shape {source_shape}; {self.target!r} needs {wanted}")
+        wanted = []
+        for group in self.inputs:
+            # Query heads are as many whether or not KV heads are repeated.
+            own = sizes if "G" in group else {**sizes, **stored}
+            wanted.append(prod(own[name] for name in group))
+        if list(source_shape) != wanted:
+            raise CheckpointError(
+                f"tensor {self.source!r} has shape {source_shape}; {self.target!r} needs {tuple(wanted)}"
+            )
 
     def fill(self, checkpoint: Checkpoint, shape: Sequence[int], index: Index, out: np.ndarray) -> None:
         """Write this rule's share of the parameter's slice `index` into `out`, which has its shape."""
@@ -123,6 +134,8 @@ class BoundRule:
             values = np.empty(split, np.float32)
         else:
             values = checkpoint.read(self.source, tuple(index)).reshape(split)
+            if values.dtype.kind in "iub":
+                raise CheckpointError(f"tensor {self.source!r} holds {values.dtype} where weights are floats")
         names = [name for group in self.inputs for name in group]
         values = values.transpose([names.index(name) for name in self.outputs])
         for axis, name in enumerate(self.outputs):
@@ -161,6 +174,7 @@ def check_rules(
     shapes: Mapping[str, tuple[int, ...]],
     checkpoint: Checkpoint,
     ignored: Sequence[str],
+    stored: Mapping[str, int],
 ) -> dict[str, list[BoundRule]]:
     """The rules of each parameter; every tensor is used and every parameter filled, or an error says what is not.
 
@@ -169,6 +183,8 @@ def check_rules(
         shapes: of the parameters, by path.
         checkpoint: to be read.
         ignored: patterns (for `re.fullmatch`) of tensors that need not be used.
+        stored: what the checkpoint has of the axes that a parameter may have more of: K, its KV heads,
+            and V, its vocabulary.
 
     Raises:
         CheckpointError: leftovers on either side, or shapes that do not fit.
@@ -182,7 +198,7 @@ def check_rules(
         if rule.source not in names:
             missing.append(rule.source)
             continue
-        rule.check(checkpoint.shape(rule.source), shapes[rule.target])
+        rule.check(checkpoint.shape(rule.source), shapes[rule.target], stored)
         by_target.setdefault(rule.target, []).append(rule)
     used = {rule.source for rules in by_target.values() for rule in rules}
     left = sorted(name for name in names - used if not any(re.fullmatch(pattern, name) for pattern in ignored))

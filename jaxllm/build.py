@@ -212,7 +212,10 @@ def kv_values(layers: tuple[KVLayer, ...]) -> int:
     return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
 
 
-def device_bytes(device: jax.Device, utilization: float) -> int | None:
+def device_bytes(
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    utilization: float,
+) -> int | None:
     """Memory of a device, as far as its runtime tells; None where it does not.
 
     On a GPU the runtime reports the allocator's share, which is `utilization` of the whole.

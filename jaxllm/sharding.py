@@ -42,7 +42,10 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    tensor_parallel_size: int,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """A mesh of the first `tensor_parallel_size` devices.
 
     Raises:

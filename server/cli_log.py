@@ -9,6 +9,8 @@ from tqdm import tqdm
 
 OWN_LOGGERS = ("jaxllm", "converters", "server", "uvicorn")
 _LINE_SECONDS = 10.0
+# Above it the steps are bytes, of which nobody wants to read the number.
+_COUNTABLE = 10_000
 
 
 def log_level() -> str:
@@ -64,7 +66,7 @@ class StartProgress:
         if self._bar is None or stage != self._stage:
             if self._bar is not None:
                 self._bar.close()
-            self._bar, self._stage = tqdm(total=total), stage
+            self._bar, self._stage = tqdm(total=total, unit_scale=total > _COUNTABLE), stage
         self._bar.set_description(what[:60], refresh=False)
         self._bar.update(done - self._bar.n)
         if done >= total:
@@ -76,4 +78,5 @@ class StartProgress:
         stage = what.split()[0]
         if done >= total or stage != self._stage or now - self._last_line >= _LINE_SECONDS:
             self._stage, self._last_line = stage, now
-            logging.getLogger(__name__).info("%s: %d of %d", what, done, total)
+            shown = f"{done} of {total}" if total <= _COUNTABLE else f"{done / total:.0%}"
+            logging.getLogger(__name__).info("%s: %s", what, shown)

@@ -35,6 +35,8 @@ _LAST_WORDS_SECONDS = 5
 _WATCH_SECONDS = 0.5
 _DRAIN_SECONDS = 0.1
 _SPAWN_SECONDS = 0.01
+_KILL_SECONDS = 1.0
+_KILLED = 130
 
 
 class _HttpServer(uvicorn.Server):
@@ -55,7 +57,7 @@ def serve(args: EngineArgs, options: ServeOptions, listener: socket.socket, leve
         level: of the log, for the engine process.
 
     Returns:
-        The exit status: 0 after a signal, 1 when the engine could not start or died.
+        The exit status: 0 after a signal, 130 after two, 1 when the engine could not start or died.
 
     Raises:
         ValueError: arguments that cannot work; a CheckpointError if it is the model.
@@ -66,7 +68,7 @@ def serve(args: EngineArgs, options: ServeOptions, listener: socket.socket, leve
     source = find_model(args)
     serving = _Serving(args, options, listener, template)
     build = partial(build_logged_engine, args, source, level)
-    make_loop = uvicorn.Config("").get_loop_factory()
+    make_loop = uvicorn.Config("", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=make_loop) as runner:
         return runner.run(serving.run(build, partial(build_text_side, args, source)))
 
@@ -80,6 +82,7 @@ class _Serving:
         self._listener = listener
         self._template = template
         self._stop = asyncio.Event()
+        self._is_killed = False
         self._kind: ExampleKind = "tokens"
 
     async def run(self, build: Callable[[], Engine], load_text: Callable[[], TextSide]) -> int:
@@ -99,7 +102,8 @@ class _Serving:
             _explain_failed_start(error)
             return 1
         try:
-            return await self._serve(client, self._make_app(client, text), stopping)
+            status = await self._serve(client, self._make_app(client, text), stopping)
+            return _KILLED if self._is_killed else status
         finally:
             stopping.cancel()
             await client.shutdown()
@@ -120,9 +124,11 @@ class _Serving:
     def _on_signal(self) -> None:
         if self._stop.is_set():
             logger.warning("killed by a second signal")
+            self._is_killed = True
             for child in multiprocessing.active_children():
                 child.kill()
-            os._exit(130)
+            # Without its engine the server ends by itself, and cleans up; unless it cannot.
+            asyncio.get_running_loop().call_later(_KILL_SECONDS, os._exit, _KILLED)
         self._stop.set()
 
     async def _start(

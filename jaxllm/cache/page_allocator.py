@@ -30,10 +30,10 @@ class SequencePages:
         chain: digests of the leading pages.
     """
 
-    groups: list[list[int]] = field(default_factory=list)
-    host: list[list[tuple[int, int]]] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list[list[int]])
+    host: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
     num_swapped: int = 0
-    first_live: list[int] = field(default_factory=list)
+    first_live: list[int] = field(default_factory=list[int])
     num_positions: int = 0
     num_registered: int = 0
     chain: DigestChain = field(default_factory=DigestChain)
@@ -83,7 +83,7 @@ class PageAllocator:
 
     def capacity_tokens(self) -> int:
         """The longest sequence that fits when it has all pages to itself."""
-        limits = []
+        limits: list[int] = []
         for pool, window in zip(self.pools, self.windows, strict=True):
             # A window of any alignment and the token after it: then pages can be passed on for ever.
             if window is None or pool.num_usable < self._window_pages(window, 1):

@@ -90,7 +90,7 @@ class PagePool:
         """
         if count > self.num_available:
             raise ValueError(f"{self.name}: {count} pages asked for, {self.num_available} are available")
-        pages = []
+        pages: list[int] = []
         for _ in range(count):
             page_id = self._free.pop() if self._free else self._evict()
             self._references[page_id] = 1
@@ -153,7 +153,7 @@ class PagePool:
         """
         expected: dict[int, int] = {}
         if isinstance(holders, Mapping):
-            expected.update(holders)
+            expected.update(holders)  # pyright: ignore[reportUnknownArgumentType]
         else:
             for page_id in holders:
                 expected[page_id] = expected.get(page_id, 0) + 1

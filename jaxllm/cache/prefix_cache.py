@@ -47,7 +47,7 @@ class DigestChain:
     """The digests of one sequence's full pages, grown as they are asked for."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list[bytes])
     generation: int = -1
 
 
@@ -90,7 +90,7 @@ class PrefixCache:
         num_pages = self._sliding_hit(chain, num_pages)
         if num_pages == 0:
             return None
-        hit = []
+        hit: list[list[int]] = []
         for pool, window in zip(self._pools, self._windows, strict=True):
             first = 0
             if window is not None:

@@ -14,7 +14,10 @@ from jaxllm.engine.messages import (
     Command,
     EngineFailed,
     Event,
+    Heartbeat,
+    Ready,
     ResetPrefixCache,
+    StartFailed,
     StepOutputs,
 )
 from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta
@@ -128,6 +131,8 @@ class BaseEngineClient(ABC):
             case EngineFailed(message, traceback):
                 logger.error("the engine failed: %s\n%s", message, traceback)
                 self._fail(EngineDeadError(f"the engine failed: {message}"))
+            case Ready() | StartFailed() | Heartbeat():
+                pass  # they tell of a process, and only the client that has one reads them
 
     def _publish(self, stats: EngineStats) -> None:
         self._stats = stats

@@ -70,8 +70,8 @@ def run_engine(build: Callable[[], SteppingEngine], address: EngineAddress, hear
 def _build_and_run(
     build: Callable[[], SteppingEngine],
     address: EngineAddress,
-    context: zmq.Context,
-    events: zmq.Socket,
+    context: zmq.Context[zmq.Socket[bytes]],
+    events: zmq.Socket[bytes],
     heart: "_Heart",
 ) -> bool:
     def send(event: Event) -> None:
@@ -92,7 +92,7 @@ def _build_and_run(
         return loop.run()
 
 
-def _receive(commands: zmq.Socket, wait: bool) -> list[Command]:
+def _receive(commands: zmq.Socket[bytes], wait: bool) -> list[Command]:
     """The commands that have arrived; with `wait`, at least one."""
     received: list[Command] = []
     flags = 0 if wait else zmq.NOBLOCK
@@ -109,7 +109,7 @@ def _receive(commands: zmq.Socket, wait: bool) -> list[Command]:
 class _Heart(threading.Thread):
     """Sends heartbeats, and ends this process when the parent has gone."""
 
-    def __init__(self, context: zmq.Context, address: EngineAddress, interval: float):
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: EngineAddress, interval: float):
         super().__init__(name="jaxllm-heartbeat", daemon=True)
         self.loop: EngineLoop | None = None
         self._context = context

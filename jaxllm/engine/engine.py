@@ -74,7 +74,7 @@ class Engine:
                 seed = int(self._random.integers(2**63))
             scores: list[TokenLogprobs | None] | None = None
             if sampling.prompt_logprobs is not None and sequence.index == 0:
-                scores = [None] * len(request.prompt_tokens)
+                scores = [None for _ in request.prompt_tokens]
             self._device_params[sequence] = _DeviceParams(
                 sampler_mode=required_mode(sampling, request.bad_word_tokens),
                 seed=seed,
@@ -134,7 +134,7 @@ class Engine:
         return []
 
     def _dispatch(self, plan: StepPlan) -> Launch:
-        params = []
+        params: list[tuple[int, np.ndarray]] = []
         for sequence in plan.new_sequences:
             device = self._device_params[sequence]
             request, slot = device.request, sequence.slot
@@ -163,13 +163,13 @@ class Engine:
         """Wait for a step's tokens, commit them, and tell what changed."""
         tokens = launch.tokens().tolist()
         rows = (*launch.plan.decode_rows, *launch.plan.prefill_rows)
-        sampled = []
+        sampled: list[list[int]] = []
         for position, row in enumerate(rows):
             index = launch.row_index(position)
             sampled.append([tokens[step][index] for step in range(_num_samples(row, launch))])
         self._collect_prompt_logprobs(launch)
         read_logprobs = _logprobs_reader(launch)
-        deltas = []
+        deltas: list[RequestDelta] = []
         for position, commit in enumerate(self.scheduler.commit(launch.plan, sampled)):
             sequence = commit.sequence
             device = self._device_params.get(sequence)

@@ -18,7 +18,7 @@ class HeldSiblings:
         Prompts of at most `longer_than` tokens have no page to share, and who must not read the prefix
         cache gains nothing: they are not held.
         """
-        free = []
+        free: list[Sequence] = []
         for sequence in sequences:
             entry = self._followers.get(sequence.request_id)
             if entry is not None:
@@ -34,10 +34,10 @@ class HeldSiblings:
 
     def remove(self, sequence: Sequence) -> bool:
         """Take out a follower; False when it is none."""
-        _, held = self._followers.get(sequence.request_id, (None, []))
-        if sequence not in held:
+        entry = self._followers.get(sequence.request_id)
+        if entry is None or sequence not in entry[1]:
             return False
-        held.remove(sequence)
+        entry[1].remove(sequence)
         if not held:
             del self._followers[sequence.request_id]
         return True

@@ -58,7 +58,8 @@ def step_layout(bucket: Bucket, *, block_tokens: int, page_size: int, num_groups
             "param_slots": (Rp,),
             "params": (Rp, param_words),
         }
-    pieces, offset = {}, 0
+    pieces: dict[str, tuple[int, tuple[int, ...]]] = {}
+    offset = 0
     for name, shape in shapes.items():
         pieces[name] = (offset, shape)
         offset += prod(shape)

@@ -22,11 +22,11 @@ class PlanDraft:
 
     left: int
     num_prefills: int
-    decodes: list[Sequence] = field(default_factory=list)
-    chunks: dict[Sequence, int] = field(default_factory=dict)
-    page_updates: list[PageUpdate] = field(default_factory=list)
-    new_sequences: list[Sequence] = field(default_factory=list)
-    swap_outs: list[PageCopy] = field(default_factory=list)
-    swap_ins: list[PageCopy] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list[Sequence])
+    chunks: dict[Sequence, int] = field(default_factory=dict[Sequence, int])
+    page_updates: list[PageUpdate] = field(default_factory=list[PageUpdate])
+    new_sequences: list[Sequence] = field(default_factory=list[Sequence])
+    swap_outs: list[PageCopy] = field(default_factory=list[PageCopy])
+    swap_ins: list[PageCopy] = field(default_factory=list[PageCopy])
     admission_open: bool = True
     is_steady: bool = True

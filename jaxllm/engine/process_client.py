@@ -71,7 +71,8 @@ class ProcessClient(BaseEngineClient):
         address = EngineAddress(f"ipc://{self._folder / 'commands'}", f"ipc://{self._folder / 'events'}")
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
-        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        shadow = zmq.asyncio.Context.shadow(self._context)  # pyright: ignore[reportUnknownMemberType]
+        self._events = shadow.socket(zmq.PULL)
         # Unbounded: the number of requests bounds both queues, and a full one would block a loop.
         self._commands.set_hwm(0)
         self._events.set_hwm(0)

@@ -65,7 +65,7 @@ class Sequence:
     priority: int = 0
     skip_prefix_cache_read: bool = False
     kv: SequencePages = field(default_factory=SequencePages)
-    output_tokens: list[int] = field(default_factory=list)
+    output_tokens: list[int] = field(default_factory=list[int])
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int | None = None
     arrival: int = -1

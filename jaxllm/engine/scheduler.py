@@ -519,7 +519,7 @@ class Scheduler:
         self._plans.popleft()
         now = self._clock()
         num_decodes = len(plan.decode_rows)
-        results = []
+        results: list[RowResult] = []
         for index, (row, sampled) in enumerate(zip(rows, tokens, strict=True)):
             count = (row.num_tokens if index < num_decodes else 1) if row.samples else 0
             if len(sampled) < count:

@@ -1,7 +1,7 @@
 """Engines around tiny random models."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from jaxllm.engine.assemble import assemble_engine
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.protocol import EngineRequest
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.llm import LLM
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sharding import make_mesh
+from jaxllm.text.byte_tokenizer import ByteTokenizer
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -152,6 +154,34 @@ def with_policy() -> Callable[..., Engine]:
         return Engine(engine.runner, scheduler, config, engine.model_info)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(make_engine) -> Engine:
+    """A llama of 8 rows, 64 tokens a step, 256 tokens a sequence, with host pages; its programs are shared."""
+    grid = {"decode_rows": (1, 8), "mixed_decode_rows": (0, 8), "prefill_blocks": (4, 12), "num_steps": (1, 4)}
+    return make_engine(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, swap_bytes=1 << 20, grid=grid)
+
+
+@pytest.fixture
+def make_llm(tiny_engine, with_policy) -> Iterator[Callable[..., LLM]]:
+    """make_llm(**policy): an LLM around the tiny engine (see with_policy) with a tokenizer of bytes.
+
+    After the test nothing may run or hold a page.
+    """
+    engines = []
+
+    def make(**policy) -> LLM:
+        engines.append(with_policy(tiny_engine, **policy))
+        return LLM.from_engine(engines[-1], ByteTokenizer())
+
+    yield make
+    for engine in engines:
+        assert not engine.has_work() and not engine._device_params
+        engine.scheduler.check()
+        stats = engine.stats()
+        assert (stats.pages_in_use, stats.num_running, stats.num_waiting, stats.num_swapped) == (0, 0, 0, 0)
+        assert stats.kv_cache_usage == stats.swap_usage == 0.0
 
 
 @pytest.fixture(scope="session")

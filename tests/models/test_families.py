@@ -87,9 +87,7 @@ def logits_of(loaded, mesh, tokens: list[int], chunks: list[int], block_tokens: 
     facts, page_size = loaded.facts, 4
     windows = group_windows(facts.kv_layers)
     width = -(-len(tokens) // page_size)
-    pages = allocate_pages(
-        facts.kv_layers, [width + 1] * len(windows), page_size=page_size, dtype="float32", mesh=mesh
-    )
+    pages = allocate_pages(facts.kv_layers, [width + 1] * len(windows), page_size=page_size, dtype="float32", mesh=mesh)
     plan = AttentionPlan("xla", mesh, windows, page_size, block_tokens, dynamic_length=True)
     table = jnp.asarray(np.stack([np.arange(1, width + 1), np.zeros(width)]).astype(np.int32))
     found, start = [], 0
