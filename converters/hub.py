@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import httpx
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -24,6 +23,9 @@ from huggingface_hub.errors import (
 from jaxllm.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
+
+# The base of all errors of whichever HTTP library this version of huggingface_hub uses.
+_HTTPError: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 
 # What describes a model and its tokenizer; weights are added by format.
 DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -65,14 +67,14 @@ class Hub:
         if not self.is_offline:
             try:
                 return HfApi(token=self.token).list_repo_files(self.repo_id, revision=self.revision), False
-            except (httpx.TransportError, OfflineModeIsEnabled) as error:
-                _log.warning("the model hub is not reachable (%s); looking for %s in the cache", error, self.repo_id)
             except HfHubHTTPError as error:
                 if error.response.status_code < 500:
                     raise self._explain(error) from error
                 _log.warning("the model hub answers %s; looking in the cache", error.response.status_code)
             except (HFValidationError, LocalTokenNotFoundError) as error:
                 raise self._explain(error) from error
+            except (_HTTPError, OfflineModeIsEnabled) as error:
+                _log.warning("the model hub is not reachable (%s); looking for %s in the cache", error, self.repo_id)
         folder = self._snapshot((), local_only=True)
         return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()), True
 
@@ -97,7 +99,7 @@ class Hub:
                     ignore_patterns=list(ignored),
                 )
             )
-        except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError, httpx.HTTPError) as error:
+        except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError, _HTTPError) as error:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> CheckpointError:

@@ -195,7 +195,9 @@ def load_model(
     graph, state = nnx.split(facts.abstract)
     variables = dict(nnx.to_flat_state(state))
     shapes = {_name(path): variable.shape for path, variable in variables.items()}
-    rules = check_rules(bind_rules(family.rules, len(facts.kv_layers)), shapes, checkpoint, ignored)
+    original = family.config(source.hf_config, None)
+    stored = {"K": original.num_kv_heads, "V": original.vocab_size}
+    rules = check_rules(bind_rules(family.rules, len(facts.kv_layers)), shapes, checkpoint, ignored, stored)
 
     target = jnp.dtype(dtype)
     total = sum(prod(shape) for shape in shapes.values()) * target.itemsize

@@ -101,5 +101,6 @@ def engine_args(options: argparse.Namespace) -> EngineArgs:
     Raises:
         ValueError: values that cannot be.
     """
-    given = {name: value for name, value in vars(options).items() if name in _DEFAULTS}
-    return EngineArgs(**(given | {"model": options.model_tag or given.get("model") or ""}))
+    given: dict[str, Any] = {name: value for name, value in vars(options).items() if name in _DEFAULTS}
+    given["model"] = options.model_tag or given.get("model") or ""
+    return EngineArgs(**given)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import pickle
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def fingerprint(*parts: object) -> str:
     device = jax.devices()[0]
     facts = (
         jax.__version__,
-        jax.lib.__version__,
+        version("jaxlib"),
         device.platform,
         device.device_kind,
         len(jax.devices()),

@@ -38,7 +38,7 @@ class HeldSiblings:
         if entry is None or sequence not in entry[1]:
             return False
         entry[1].remove(sequence)
-        if not held:
+        if not entry[1]:
             del self._followers[sequence.request_id]
         return True
 
