@@ -244,6 +244,10 @@ class LLM:
         """Forget cached prefixes; False when requests still use them."""
         return self._engine.reset_prefix_cache()
 
+    def wait_until_compiled(self) -> None:
+        """Block until the programs that are compiled beside serving are ready: for measurements."""
+        self._engine.runner.wait_for_background()
+
     def shutdown(self) -> None:
         """Give the device's memory back; the LLM cannot be used any more."""
         if not self._is_shut_down:
