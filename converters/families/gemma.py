@@ -18,7 +18,7 @@ RULES = [
     *qkv_rules(_LAYER + "self_attn.", _OURS + "attention.qkv"),
     Rule(_LAYER + "self_attn.q_norm.weight", _OURS + "attention.q_norm.weight", "H -> H"),
     Rule(_LAYER + "self_attn.k_norm.weight", _OURS + "attention.k_norm.weight", "H -> H"),
-    Rule(_LAYER + "self_attn.o_proj.weight", _OURS + "attention.out.weight", "D (N H) -> N H D"),
+    Rule(_LAYER + "self_attn.o_proj.weight", _OURS + "attention.out.weight", "D (N H) -> D N H"),
     Rule(_LAYER + "self_attn.o_proj.bias", _OURS + "attention.out.bias", "D -> D"),
     *gated_mlp_rules(_LAYER + "mlp.", _OURS + "mlp"),
 ]

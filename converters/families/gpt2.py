@@ -22,15 +22,15 @@ RULES = [
         rule
         for index, part in enumerate("qkv")
         for rule in (
-            Rule(f"{_ATTENTION}weight[{part}]", _OURS + "attention.qkv.weight", "D (K H) -> D K H", (2, index)),
+            Rule(f"{_ATTENTION}weight[{part}]", _OURS + "attention.qkv.weight", "D (K H) -> K H D", (1, index)),
             Rule(f"{_ATTENTION}bias[{part}]", _OURS + "attention.qkv.bias", "(K H) -> K H", (1, index)),
         )
     ],
-    Rule(_LAYER + "attn.c_proj.weight", _OURS + "attention.out.weight", "(N H) D -> N H D"),
+    Rule(_LAYER + "attn.c_proj.weight", _OURS + "attention.out.weight", "(N H) D -> D N H"),
     Rule(_LAYER + "attn.c_proj.bias", _OURS + "attention.out.bias", "D -> D"),
-    Rule(_LAYER + "mlp.c_fc.weight", _OURS + "mlp.up.weight", "D F -> D F"),
+    Rule(_LAYER + "mlp.c_fc.weight", _OURS + "mlp.up.weight", "D F -> F D"),
     Rule(_LAYER + "mlp.c_fc.bias", _OURS + "mlp.up.bias", "F -> F"),
-    Rule(_LAYER + "mlp.c_proj.weight", _OURS + "mlp.down.weight", "F D -> F D"),
+    Rule(_LAYER + "mlp.c_proj.weight", _OURS + "mlp.down.weight", "F D -> D F"),
     Rule(_LAYER + "mlp.c_proj.bias", _OURS + "mlp.down.bias", "D -> D"),
 ]
 

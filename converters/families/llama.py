@@ -16,9 +16,9 @@ def qkv_rules(source: str, target: str, names: tuple[str, str, str] = ("q_proj",
     """Three projections into the fused one, weights and biases."""
     q, k, v = names
     return [
-        Rule(f"{source}{q}.weight", f"{target}.weight", "(K G H) D -> D K G H", (2, _QUERIES)),
-        Rule(f"{source}{k}.weight", f"{target}.weight", "(K H) D -> D K H", (2, _KEY)),
-        Rule(f"{source}{v}.weight", f"{target}.weight", "(K H) D -> D K H", (2, _VALUE)),
+        Rule(f"{source}{q}.weight", f"{target}.weight", "(K G H) D -> K G H D", (1, _QUERIES)),
+        Rule(f"{source}{k}.weight", f"{target}.weight", "(K H) D -> K H D", (1, _KEY)),
+        Rule(f"{source}{v}.weight", f"{target}.weight", "(K H) D -> K H D", (1, _VALUE)),
         Rule(f"{source}{q}.bias", f"{target}.bias", "(K G H) -> K G H", (1, _QUERIES)),
         Rule(f"{source}{k}.bias", f"{target}.bias", "(K H) -> K H", (1, _KEY)),
         Rule(f"{source}{v}.bias", f"{target}.bias", "(K H) -> K H", (1, _VALUE)),
@@ -28,9 +28,9 @@ def qkv_rules(source: str, target: str, names: tuple[str, str, str] = ("q_proj",
 def gated_mlp_rules(source: str, target: str) -> list[Rule]:
     """gate, up and down, weights and biases."""
     return [
-        Rule(f"{source}gate_proj.weight", f"{target}.gate_up.weight", "F D -> D F", (1, 0)),
-        Rule(f"{source}up_proj.weight", f"{target}.gate_up.weight", "F D -> D F", (1, 1)),
-        Rule(f"{source}down_proj.weight", f"{target}.down.weight", "D F -> F D"),
+        Rule(f"{source}gate_proj.weight", f"{target}.gate_up.weight", "F D -> F D", (0, 0)),
+        Rule(f"{source}up_proj.weight", f"{target}.gate_up.weight", "F D -> F D", (0, 1)),
+        Rule(f"{source}down_proj.weight", f"{target}.down.weight", "D F -> D F"),
         Rule(f"{source}gate_proj.bias", f"{target}.gate_up.bias", "F -> F", (0, 0)),
         Rule(f"{source}up_proj.bias", f"{target}.gate_up.bias", "F -> F", (0, 1)),
         Rule(f"{source}down_proj.bias", f"{target}.down.bias", "D -> D"),
@@ -46,7 +46,7 @@ RULES = [
     *qkv_rules(_LAYER + "self_attn.", _OURS + "attention.qkv"),
     Rule(_LAYER + "self_attn.q_norm.weight", _OURS + "attention.q_norm.weight", "H -> H"),
     Rule(_LAYER + "self_attn.k_norm.weight", _OURS + "attention.k_norm.weight", "H -> H"),
-    Rule(_LAYER + "self_attn.o_proj.weight", _OURS + "attention.out.weight", "D (N H) -> N H D"),
+    Rule(_LAYER + "self_attn.o_proj.weight", _OURS + "attention.out.weight", "D (N H) -> D N H"),
     Rule(_LAYER + "self_attn.o_proj.bias", _OURS + "attention.out.bias", "D -> D"),
     *gated_mlp_rules(_LAYER + "mlp.", _OURS + "mlp"),
 ]
@@ -121,12 +121,12 @@ def _split_phi3(checkpoint: Checkpoint, hf_config: HFConfig) -> Checkpoint:
 
 _PHI3_RULES = [
     Rule(
-        _LAYER + "self_attn.qkv_proj.weight[q]", _OURS + "attention.qkv.weight", "(K G H) D -> D K G H", (2, _QUERIES)
+        _LAYER + "self_attn.qkv_proj.weight[q]", _OURS + "attention.qkv.weight", "(K G H) D -> K G H D", (1, _QUERIES)
     ),
-    Rule(_LAYER + "self_attn.qkv_proj.weight[k]", _OURS + "attention.qkv.weight", "(K H) D -> D K H", (2, _KEY)),
-    Rule(_LAYER + "self_attn.qkv_proj.weight[v]", _OURS + "attention.qkv.weight", "(K H) D -> D K H", (2, _VALUE)),
-    Rule(_LAYER + "mlp.gate_up_proj.weight[gate]", _OURS + "mlp.gate_up.weight", "F D -> D F", (1, 0)),
-    Rule(_LAYER + "mlp.gate_up_proj.weight[up]", _OURS + "mlp.gate_up.weight", "F D -> D F", (1, 1)),
+    Rule(_LAYER + "self_attn.qkv_proj.weight[k]", _OURS + "attention.qkv.weight", "(K H) D -> K H D", (1, _KEY)),
+    Rule(_LAYER + "self_attn.qkv_proj.weight[v]", _OURS + "attention.qkv.weight", "(K H) D -> K H D", (1, _VALUE)),
+    Rule(_LAYER + "mlp.gate_up_proj.weight[gate]", _OURS + "mlp.gate_up.weight", "F D -> F D", (0, 0)),
+    Rule(_LAYER + "mlp.gate_up_proj.weight[up]", _OURS + "mlp.gate_up.weight", "F D -> F D", (0, 1)),
     *[rule for rule in RULES if not rule.target.endswith(("qkv.weight", "gate_up.weight"))],
 ]
 

@@ -17,16 +17,16 @@ def _weight_and_bias(source: str, target: str, weight: str, bias: str) -> list[R
 RULES = [
     Rule(_TOP + "embed_tokens.weight", "embedding.weight", "V E -> V E"),
     Rule(_TOP + "embed_positions.weight", "positions.weight", "P D -> P D"),
-    Rule(_TOP + "project_in.weight", "project_in.weight", "D E -> E D"),
-    Rule(_TOP + "project_out.weight", "project_out.weight", "E D -> D E"),
+    Rule(_TOP + "project_in.weight", "project_in.weight", "D E -> D E"),
+    Rule(_TOP + "project_out.weight", "project_out.weight", "E D -> E D"),
     Rule("lm_head.weight", "head.weight", "V E -> V E"),
     *_weight_and_bias(_TOP + "final_layer_norm", "final_norm", "D -> D", "D -> D"),
     *_weight_and_bias(_LAYER + "self_attn_layer_norm", _OURS + "attention_norm", "D -> D", "D -> D"),
     *_weight_and_bias(_LAYER + "final_layer_norm", _OURS + "mlp_norm", "D -> D", "D -> D"),
     *qkv_rules(_LAYER + "self_attn.", _OURS + "attention.qkv"),
-    *_weight_and_bias(_LAYER + "self_attn.out_proj", _OURS + "attention.out", "D (N H) -> N H D", "D -> D"),
-    *_weight_and_bias(_LAYER + "fc1", _OURS + "mlp.up", "F D -> D F", "F -> F"),
-    *_weight_and_bias(_LAYER + "fc2", _OURS + "mlp.down", "D F -> F D", "D -> D"),
+    *_weight_and_bias(_LAYER + "self_attn.out_proj", _OURS + "attention.out", "D (N H) -> D N H", "D -> D"),
+    *_weight_and_bias(_LAYER + "fc1", _OURS + "mlp.up", "F D -> F D", "F -> F"),
+    *_weight_and_bias(_LAYER + "fc2", _OURS + "mlp.down", "D F -> D F", "D -> D"),
 ]
 
 
