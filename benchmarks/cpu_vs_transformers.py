@@ -77,7 +77,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    llm = LLM(model=str(options.model), dtype="float32", max_model_len=1024, max_num_seqs=32, enable_prefix_caching=False)
+    llm = LLM(
+        model=str(options.model), dtype="float32", max_model_len=1024, max_num_seqs=32, enable_prefix_caching=False
+    )
     llm.wait_until_compiled()
     engines: dict[str, Callable[[list[list[int]], list[int]], float]] = {"jaxllm": lambda p, o: run_ours(llm, p, o)}
     if not options.ours_only:

@@ -11,7 +11,7 @@ from jaxllm.batch import KVLayer
 from jaxllm.cache.kv_pages import group_sizes, group_windows, page_bytes
 from jaxllm.cache.page_pool import PageGroup
 from jaxllm.config import EngineConfig
-from jaxllm.engine.buckets import grid_for
+from jaxllm.engine.buckets import grid_for, max_prefill_blocks
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.executables import ExecutableStore, fingerprint
 from jaxllm.engine.protocol import ModelInfo
@@ -76,6 +76,10 @@ def assemble_engine(
         num_decode_steps=config.num_decode_steps,
         num_swap_pages=[max(0, size - 1) for size in swap_sizes],
         max_prefill_rows=profile.max_prefill_rows,
+        block_tokens=profile.block_tokens,
+        max_prefill_blocks=max_prefill_blocks(
+            config.max_num_batched_tokens, profile.block_tokens, profile.max_prefill_rows
+        ),
     )
     grid = grid_for(
         platform,

@@ -111,6 +111,14 @@ class BucketGrid:
         return [*needed, Bucket(blocks, mixed, self.prefill_rows(blocks), 1, pages, mode)]
 
 
+def max_prefill_blocks(max_num_batched_tokens: int, block_tokens: int, max_prefill_rows: int) -> int:
+    """Blocks of prefill tokens in one step: the token budget's, so that full steps carry no padding.
+
+    A budget of few blocks gets one per row instead: short prompts are many.
+    """
+    return max(-(-max_num_batched_tokens // block_tokens), max_prefill_rows)
+
+
 def grid_for(
     platform: str,
     *,
@@ -129,8 +137,7 @@ def grid_for(
     neither multiplies the programs. On a GPU both cost a host round trip: the sampler branch is compiled
     in, and page tables of up to `narrow_pages` get programs of their own, without such a loop.
     """
-    # A prefill region of whole blocks: the budget in blocks, and one partly filled block per row.
-    max_blocks = -(-max_num_batched_tokens // block_tokens) + max_prefill_rows
+    max_blocks = max_prefill_blocks(max_num_batched_tokens, block_tokens, max_prefill_rows)
     steps = (1,) if num_decode_steps == 1 else (1, num_decode_steps)
     if platform == "cpu":
         small = [b for b in (2, 8) if b < max_blocks]

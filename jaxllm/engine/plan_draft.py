@@ -12,6 +12,7 @@ class PlanDraft:
 
     Attributes:
         left: tokens of the budget not given yet.
+        blocks_left: blocks of prefill tokens not begun yet.
         num_prefills: running sequences that still compute known tokens, those just admitted included.
         decodes: sequences with a decode row.
         chunks: tokens granted to each prefill row, in order of grant.
@@ -21,6 +22,7 @@ class PlanDraft:
     """
 
     left: int
+    blocks_left: int
     num_prefills: int
     decodes: list[Sequence] = field(default_factory=list[Sequence])
     chunks: dict[Sequence, int] = field(default_factory=dict[Sequence, int])

@@ -49,6 +49,8 @@ class Scheduler:
         num_decode_steps: steps of one launch when only decode rows run and nobody could be admitted.
         num_swap_pages: host pages per group; None: preempted sequences are recomputed.
         max_prefill_rows: most prefill rows of a step.
+        block_tokens: prefill rows are computed in whole blocks of so many tokens.
+        max_prefill_blocks: most blocks of a step; None: the budget alone decides.
         clock: monotonic seconds.
 
     Attributes:
@@ -67,6 +69,8 @@ class Scheduler:
         num_decode_steps: int = 1,
         num_swap_pages: SequenceOf[int] | None = None,
         max_prefill_rows: int = 8,
+        block_tokens: int = 1,
+        max_prefill_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_num_batched_tokens < max_num_seqs:
@@ -89,6 +93,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_decode_steps = num_decode_steps
         self.max_prefill_rows = max_prefill_rows
+        self.block_tokens = block_tokens
+        self.max_prefill_blocks = max_num_batched_tokens if max_prefill_blocks is None else max_prefill_blocks
         self.num_preemptions = 0
         self._clock = clock
         self._watermarks = [int(pool.num_usable * WATERMARK) + 1 for pool in self.allocator.pools]
@@ -250,7 +256,11 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run before an earlier plan is committed."""
         num_decodes = sum(sequence.is_decoding for sequence in self._running)
-        draft = PlanDraft(self.max_num_batched_tokens - num_decodes, num_prefills=len(self._running) - num_decodes)
+        draft = PlanDraft(
+            self.max_num_batched_tokens - num_decodes,
+            self.max_prefill_blocks,
+            num_prefills=len(self._running) - num_decodes,
+        )
         self._schedule_running(draft)
         # Pages were short: whatever came in now would be the next to go.
         draft.admission_open = draft.is_steady
@@ -377,7 +387,8 @@ class Scheduler:
     def _has_room(self, draft: PlanDraft, spare_rows: int = 0) -> bool:
         """Whether this step can take one more new prefill row, with `spare_rows` left over."""
         limit = max(1, self.max_prefill_rows - spare_rows)
-        return bool(draft.admission_open and draft.left and self._free_slots and draft.num_prefills < limit)
+        left = draft.left and draft.blocks_left
+        return bool(draft.admission_open and left and self._free_slots and draft.num_prefills < limit)
 
     def _fits(self, sequence: Sequence, *, swapped: bool = False) -> bool:
         """Whether the pages for all known tokens are there, after what running prefills still need."""
@@ -404,12 +415,17 @@ class Scheduler:
         draft.page_updates += [(group, slot, page_index, page_id) for group, page_index, page_id in new]
 
     def _grant(self, sequence: Sequence, share: int, draft: PlanDraft, *, preempt: bool = False) -> None:
-        """Add up to `share` tokens, as far as pages go, to a prefill row."""
+        """Add up to `share` tokens, as far as pages and blocks go, to a prefill row."""
         before = draft.chunks.get(sequence, 0)
+        blocks = -(-before // self.block_tokens)
+        share = min(share, (blocks + draft.blocks_left) * self.block_tokens - before)
+        if share <= 0:
+            return
         granted = self._reserve(sequence, before + share, draft, preempt=preempt) - before
         if granted > 0:
             draft.chunks[sequence] = before + granted
             draft.left -= granted
+            draft.blocks_left -= -(-(before + granted) // self.block_tokens) - blocks
 
     def _reserve(self, sequence: Sequence, wanted: int, draft: PlanDraft, *, preempt: bool = False) -> int:
         """Get pages for the next `wanted` tokens, or as many as fit.

@@ -184,6 +184,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_decode_steps=draw(st.sampled_from([1, 1, 3]), "num_decode_steps"),
             num_swap_pages=[swap] * len(groups),
             max_prefill_rows=draw(st.integers(1, 4), "max_prefill_rows"),
+            block_tokens=draw(st.integers(1, 4), "block_tokens"),
+            max_prefill_blocks=draw(st.sampled_from([None, 1, 2, 4]), "max_prefill_blocks"),
         )
         self.device = FakeDevice(groups, page_size, lambda sequence: self.oracles[sequence])
         self.in_flight: deque[tuple[StepPlan, list[list[int]]]] = deque()
@@ -270,6 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             assert plan.num_tokens <= self.scheduler.max_num_batched_tokens * plan.num_steps
             assert len(plan.prefill_rows) <= self.scheduler.max_prefill_rows
+            blocks = sum(-(-row.num_tokens // self.scheduler.block_tokens) for row in plan.prefill_rows)
+            assert blocks <= self.scheduler.max_prefill_blocks
             self.in_flight.append((plan, self.device.execute(plan)))
         if len(self.in_flight) > (self.depth if plan is not None else 0):
             self.commit()
