@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,10 +99,11 @@ def main() -> None:
             for engine in sorted(engines, reverse=round_ % 2 == 1):
                 seconds[name][engine].append(engines[engine](prompts, outputs))
 
-    report = {}
+    report: dict[str, dict[str, Any]] = {}
     for name, (lengths, outputs) in work.items():
         tokens = sum(lengths) if max(outputs) == 1 else sum(outputs)
-        figures = {engine: round(tokens / statistics.median(s), 2) for engine, s in seconds[name].items()}
+        medians = {engine: statistics.median(runs) for engine, runs in seconds[name].items()}
+        figures: dict[str, Any] = {engine: round(tokens / median, 2) for engine, median in medians.items()}
         if "transformers" in engines:
             pairs = zip(seconds[name]["transformers"], seconds[name]["jaxllm"], strict=True)
             figures["ratios"] = [round(theirs / ours, 2) for theirs, ours in pairs]

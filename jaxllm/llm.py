@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from tqdm import tqdm
 
 from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta
+from jaxllm.errors import RequestError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.chat_template import ChatTemplate, ContentFormat, Message, load_chat_template
@@ -68,6 +69,7 @@ class SyncEngine(Protocol):
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def reset_prefix_cache(self) -> bool: ...
+    def wait_until_compiled(self) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -246,7 +248,7 @@ class LLM:
 
     def wait_until_compiled(self) -> None:
         """Block until the programs that are compiled beside serving are ready: for measurements."""
-        self._engine.runner.wait_for_background()
+        self._engine.wait_until_compiled()
 
     def shutdown(self) -> None:
         """Give the device's memory back; the LLM cannot be used any more."""
@@ -285,13 +287,21 @@ class LLM:
                         raise RuntimeError(f"the engine is idle, but {len(running)} requests are unfinished")
                     for delta in self._engine.step():
                         self._take(delta, running, done, progress)
+                self._drain()
                 if interrupted.is_set():
                     raise KeyboardInterrupt
-            except BaseException:
+            except BaseException as error:
                 for request_id in running:
                     self._engine.abort(request_id)
+                if isinstance(error, KeyboardInterrupt | RequestError):  # not the engine's own failure
+                    self._drain()
                 raise
         return [done[p.engine_request.request_id] for p in prepared]
+
+    def _drain(self) -> None:
+        """Read the steps in flight: until then they hold pages of requests that have ended."""
+        while self._engine.has_work():
+            self._engine.step()
 
     def _take(
         self,

@@ -128,6 +128,9 @@ class FakeEngine:
         self._stats.num_steps = self.num_steps
         return self._stats
 
+    def wait_until_compiled(self) -> None:
+        """Nothing is compiled."""
+
     def reset_prefix_cache(self) -> bool:
         """Nothing is cached: always done."""
         return True

@@ -140,7 +140,7 @@ def start_engine(args: EngineArgs) -> tuple[Engine, dict[str, Any]]:
     engine = build_core(args, progress=progress)
     ready = time.perf_counter() - start
     if not args.enforce_eager:
-        engine.runner.wait_for_background()
+        engine.wait_until_compiled()
     if bar is not None:
         bar.close()
     facts = {

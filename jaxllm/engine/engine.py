@@ -262,6 +262,10 @@ class Engine:
         """Forget all cached prefixes; False when running sequences hold pages."""
         return self.scheduler.reset_prefix_cache()
 
+    def wait_until_compiled(self) -> None:
+        """Block until the programs that are compiled beside serving are ready."""
+        self.runner.wait_for_background()
+
     def shutdown(self) -> None:
         """Let go of the device; the engine cannot be used afterwards."""
         self._in_flight.clear()

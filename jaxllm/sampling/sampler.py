@@ -28,6 +28,7 @@ from jaxllm.sampling.state import (
 __all__ = ["FULL", "GREEDY", "SAMPLED", "SampleOutput", "sample"]
 
 _MINUS_INF = -jnp.inf
+_MOST = float(jnp.finfo(jnp.float32).max)
 
 
 class SampleOutput(NamedTuple):
@@ -174,18 +175,20 @@ def _draw(logits: Float[Array, "R V"], rows: _Rows, positions: Int[Array, " R"])
     """Temperature, truncation and noise; rows of temperature 0 take the most likely token."""
     temperature, top_p, min_p = (rows.column(i) for i in range(3))
     is_greedy = temperature == 0.0
-    x = logits / jnp.where(is_greedy, 1.0, temperature)
-    highest = jnp.max(x, axis=-1, keepdims=True)
+    # Differences to a finite maximum overflow downwards only, and lose no precision far from zero.
+    x = jnp.minimum(logits, _MOST)
+    x = (x - jnp.max(x, axis=-1, keepdims=True)) / jnp.where(is_greedy, 1.0, temperature)
     # min_p 0 gives log 0 = -inf: no threshold.
-    x = jnp.where(x >= highest + jnp.log(min_p), x, _MINUS_INF)
+    x = jnp.where(x >= jnp.log(min_p), x, _MINUS_INF)
     x = jax.lax.cond(jnp.any(rows.top_k > 0), lambda x: _keep_top_k(x, rows.top_k), lambda x: x, x)
-    x = jax.lax.cond(jnp.any(top_p < 1.0), lambda x: _keep_top_p(x, highest, top_p), lambda x: x, x)
+    x = jax.lax.cond(jnp.any(top_p < 1.0), lambda x: _keep_top_p(x, top_p), lambda x: x, x)
     noisy = x + _gumbel(rows.seed, positions, logits.shape[1])
     return jnp.argmax(jnp.where(is_greedy, logits, noisy), axis=-1).astype(jnp.int32)
 
 
 def _ordered(x: Float[Array, "R V"]) -> UInt[Array, "R V"]:
     """Unsigned integers in the order of the floats."""
+    x = jnp.where(x == 0, 0.0, x)  # -0.0 equals 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     negative = bits >> jnp.uint32(31) == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
@@ -210,12 +213,13 @@ def _keep_top_k(x: Float[Array, "R V"], top_k: Int[Array, " R"]) -> Float[Array,
     return jnp.where(keys >= threshold, x, _MINUS_INF)
 
 
-def _keep_top_p(
-    x: Float[Array, "R V"], highest: Float[Array, "R 1"], top_p: Float[Array, "R 1"]
-) -> Float[Array, "R V"]:
-    """Keep the smallest set of the most likely tokens whose mass, among those left, reaches top_p."""
+def _keep_top_p(x: Float[Array, "R V"], top_p: Float[Array, "R 1"]) -> Float[Array, "R V"]:
+    """Keep the smallest set of the most likely tokens whose mass, among those left, reaches top_p.
+
+    The most likely tokens have x = 0.
+    """
     keys = _ordered(x)
-    weight = jnp.exp(x - highest)
+    weight = jnp.exp(x)
     total = jnp.sum(weight, axis=-1, keepdims=True)
     threshold = _largest_threshold(keys, weight, top_p * total)
     # The most likely token stays whatever rounding says; top_p = 1 keeps all.
@@ -239,8 +243,13 @@ def _gumbel(seed: UInt[Array, "R 2"], positions: Int[Array, " R"], vocab_size: i
     first = _mix(first + second)
     ids = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :]
     bits = _mix(_mix(ids * golden + first[:, None]) ^ second[:, None])
-    # u in (0, 1], with all 32 bits kept near 0, where the winners are: -log(1 - u) is exponential.
-    u = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return gumbel_of_bits(bits)
+
+
+def gumbel_of_bits(bits: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Standard Gumbel noise of uniform bits; always finite, or it could undo that a token is allowed."""
+    # u in (0, 1), with all 32 bits kept near 0, where the winners are: -log(1 - u) is exponential.
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))
 
 

@@ -197,6 +197,10 @@ def check_limits(
         )
 
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_INT32_MAX = np.iinfo(np.int32).max
+
+
 def pack_params(
     sampling: SamplingParams,
     *,
@@ -207,26 +211,26 @@ def pack_params(
 ) -> np.ndarray:
     """The slot's scalars as int32 words, floats by their bits."""
     words = np.full(PARAM_WORDS, -1, np.int32)
-    words[:_NUM_FLOATS] = np.asarray(
-        [
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.repetition_penalty,
-        ],
-        np.float32,
-    ).view(np.int32)
+    floats = [
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    ]
+    # A temperature of 1e300 is as flat as the largest float32 can make it.
+    words[:_NUM_FLOATS] = np.clip(floats, -_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32).view(np.int32)
     halves = np.asarray([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32).view(np.int32)
     words[_NUM_FLOATS : len(_WORDS)] = (
-        sampling.top_k,
+        min(sampling.top_k, _INT32_MAX),
         *halves.tolist(),
         prompt_length + sampling.min_tokens,
         _flags(sampling, bad_word_tokens),
     )
     if sampling.min_tokens > 0:
-        stops = sorted({*sampling.stop_token_ids, *eos_token_ids})
+        # Larger ids are of no vocabulary: they never come up.
+        stops = sorted(i for i in {*sampling.stop_token_ids, *eos_token_ids} if 0 <= i <= _INT32_MAX)
         words[len(_WORDS) : len(_WORDS) + len(stops)] = stops
     return words
 

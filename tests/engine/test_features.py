@@ -153,6 +153,7 @@ def check_position(entry, token: int, count: int, logits: np.ndarray) -> None:
 def test_logprobs_are_those_of_the_raw_logits(make_llm, reference_logits, count, policy, sampling):
     output = run(make_llm(**POLICIES[policy]), PROMPT, sampling.clone(logprobs=count))[0].outputs[0]
     logits = reference_logits([*PROMPT, *output.token_ids])[len(PROMPT) - 1 :]
+    assert output.logprobs is not None
     assert len(output.logprobs) == len(output.token_ids)
     for i, token in enumerate(output.token_ids):
         check_position(output.logprobs[i], token, count, logits[i])
@@ -169,6 +170,7 @@ def test_prompt_logprobs(make_llm, reference_logits, policy):
         assert output.outputs[0].token_ids == before.outputs[0].token_ids
         assert before.prompt_logprobs is None
         assert output.num_cached_tokens == 0, "a prompt that is scored must be computed"
+        assert output.prompt_logprobs is not None
         assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
         logits = reference_logits(prompt)
         for i in range(1, len(prompt)):
@@ -180,9 +182,11 @@ def test_prompt_logprobs(make_llm, reference_logits, policy):
 def test_prompt_and_output_logprobs_with_several_sequences(llm, reference_logits):
     output = run(llm, PROMPT, sampled(n=3, seed=1, prompt_logprobs=0, logprobs=2))[0]
     logits = reference_logits(PROMPT)
+    assert output.prompt_logprobs is not None
     for i in range(1, len(PROMPT)):
         check_position(output.prompt_logprobs[i], PROMPT[i], 0, logits[i - 1])
     for one in output.outputs:
+        assert one.logprobs is not None
         check_position(one.logprobs[0], one.token_ids[0], 2, logits[-1])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.sampling import sampler, state
-from jaxllm.sampling.state import SamplingState
+from jaxllm.sampling.state import SamplingLimits, SamplingState, init_state
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -50,12 +50,12 @@ def _sample(logits, sampling, slots, positions, mode, *, max_logprobs, static_mo
 class Machine:
     """The device's side of some slots. `history_chunk` tokens go to the device in one call."""
 
-    limits: state.SamplingLimits
+    limits: SamplingLimits
     history_chunk: int = 16
     state: SamplingState = field(init=False)
 
     def __post_init__(self):
-        self.state = state.init_state(self.limits)
+        self.state = init_state(self.limits)
 
     @property
     def trash(self) -> int:
@@ -115,7 +115,7 @@ class Machine:
         )
         if keep:
             self.state = after
-        return sampler.SampleOutput(*(np.asarray(x) for x in out))
+        return sampler.SampleOutput(*map(jax.device_get, out))
 
 
 def shaped_logits(logits: np.ndarray, given: Slot) -> np.ndarray:

@@ -142,7 +142,7 @@ SUPPORTS: dict[str, tuple[dict[str, Any], np.ndarray, set[int]]] = {
         row(t0=9.0, t1=-1.0, t5=-1.0),
         {1},
     ),
-    "huge repetition": ({"repetition_penalty": 1e300, "allowed_token_ids": [1, 5, 6]}, row(t1=0.0, t5=0.0), {1, 5}),
+    "huge repetition": ({"repetition_penalty": 1e300, "allowed_token_ids": [1, 5, 6]}, row(t1=0.0, t5=0.0), {1, 5, 6}),
     "allowed, all words of the mask": ({"allowed_token_ids": [0, 31, 32, 49]}, row(t5=3.0), {0, 31, 32, 49}),
     "top_k of two zero-weight tokens": ({"top_k": 3, "top_p": 0.999}, row(t3=500.0, t4=0.0), {3}),
 }
@@ -209,7 +209,8 @@ def test_bad_words_follow_the_sampled_tokens(machine: Any, make_slot: Any):
 
 
 def test_penalties_follow_the_sampled_tokens(machine: Any, make_slot: Any, shaped: Any):
-    values = {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.2}
+    penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.2}
+    values: dict[str, Any] = {"temperature": 0.0, **penalties}
     logits = np.linspace(-1, 3, VOCAB, dtype=np.float32)
     prompt, output = [49, 48], []
     machine.put(0, make_slot(SamplingParams(**values), prompt=prompt))
