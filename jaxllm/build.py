@@ -4,26 +4,27 @@ The only module below the server that sees both the converters and the engine.
 """
 
 import functools
-import json
 import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 import converters
-from converters.gguf_tokenizer import tokenizer_from_gguf
 from jaxllm.batch import KVLayer
 from jaxllm.engine.assemble import assemble_engine
 from jaxllm.engine.engine import Engine
 from jaxllm.engine_args import EngineArgs, ModelNeeds, resolve
-from jaxllm.errors import CheckpointError
 from jaxllm.sharding import make_mesh
-from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.text_side import TextSide, build_text_side, find_model
+
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,23 +35,6 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "
 
 
 @dataclass(frozen=True)
-class TextSide:
-    """What the front end needs of a model: no weights, no device.
-
-    Attributes:
-        tokenizer: None if the engine takes and gives token ids only.
-        generation_config: sampling defaults and EOS ids.
-        eos_token_ids: of the model's configuration.
-        source: where the model is.
-    """
-
-    tokenizer: Tokenizer | None
-    generation_config: dict[str, Any]
-    eos_token_ids: list[int]
-    source: converters.ModelSource
-
-
-@dataclass(frozen=True)
 class BuiltEngine:
     """An engine with the text side of its model."""
 
@@ -58,7 +42,7 @@ class BuiltEngine:
     text: TextSide
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> "Tokenizer | None":
         return self.text.tokenizer
 
     @property
@@ -70,63 +54,6 @@ class BuiltEngine:
         return self.text.eos_token_ids
 
 
-def find_model(args: EngineArgs) -> converters.ModelSource:
-    """Resolve, and download if need be, the model of these arguments."""
-    return converters.resolve_model(
-        args.model,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        token=args.hf_token,
-        load_format=args.load_format,
-        tokenizer=args.tokenizer,
-        tokenizer_revision=args.tokenizer_revision,
-    )
-
-
-def build_text_side(args: EngineArgs, source: converters.ModelSource) -> TextSide:
-    """Tokenizer and sampling defaults.
-
-    Raises:
-        CheckpointError: no tokenizer where one is needed.
-    """
-    tokenizer = None
-    path = source.tokenizer_path
-    if not args.skip_tokenizer_init:
-        if path.is_file():
-            tokenizer = Tokenizer(tokenizer_from_gguf(path))
-        elif _has_tokenizer(path):
-            tokenizer = load_tokenizer(path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code)
-        elif args.load_format != "dummy":
-            raise CheckpointError(
-                f"{path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json); name one with tokenizer, "
-                "or set skip_tokenizer_init to work with token ids"
-            )
-    ids = source.hf_config.get("eos_token_id")
-    eos = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
-    return TextSide(tokenizer, _generation_config(args, source), eos, source)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-    return any((folder / name).exists() for name in names)
-
-
-def _generation_config(args: EngineArgs, source: converters.ModelSource) -> dict[str, Any]:
-    config = dict(source.generation_config)
-    if args.generation_config == "vllm":
-        # Neutral sampling, but what ends a text is a fact of the model.
-        config = {key: value for key, value in config.items() if key == "eos_token_id"}
-    elif args.generation_config != "auto":
-        folder = Path(args.generation_config)
-        path = folder / "generation_config.json" if folder.is_dir() else folder
-        if not path.is_file():
-            raise CheckpointError(
-                f"generation_config {args.generation_config!r} is neither auto, vllm nor a folder with one"
-            )
-        config = json.loads(path.read_text())
-    return config | (args.override_generation_config or {})
-
-
 def build_engine(args: EngineArgs, progress: Progress | None = None) -> BuiltEngine:
     """Load the model, choose the configuration, compile, and hand over a ready engine.
 
@@ -135,8 +62,15 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> BuiltEng
         ValueError: arguments that do not fit the model or the machine.
     """
     source = find_model(args)
-    engine = build_core(args, source, progress)
-    return BuiltEngine(engine, build_text_side(args, source))
+    # The tokenizer takes seconds to import and load: beside the weights.
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(build_text_side, args, source)
+        engine = build_core(args, source, progress)
+        try:
+            return BuiltEngine(engine, text.result())
+        except BaseException:
+            engine.shutdown()
+            raise
 
 
 def build_core(

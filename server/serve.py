@@ -10,23 +10,24 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
+from converters import ModelSource
 from converters.default_model import fetch_default_model
-from jaxllm.build import TextSide, build_text_side, find_model
 from jaxllm.engine.client import ProcessClient
-from jaxllm.engine.engine import Engine
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import EngineDeadError
-from jaxllm.text.chat_template import ChatTemplate, load_chat_template
-from jaxllm.text.input_processor import InputProcessor
-from server.app import create_app
+from jaxllm.text_side import TextSide, build_text_side, find_model
 from server.cli_server import ServeOptions
 from server.engine_start import build_logged_engine
 from server.listen import ExampleKind, log_address
 from server.serve_log import RequestLoggingClient, log_stats
+
+if TYPE_CHECKING:
+    from jaxllm.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ def serve(args: EngineArgs, options: ServeOptions, listener: socket.socket, leve
     Raises:
         ValueError: arguments that cannot work; a CheckpointError if it is the model.
     """
+    # Before anything takes long: the file may be missing.
+    from jaxllm.text.chat_template import load_chat_template
+
     template = load_chat_template(args.chat_template)
     if not args.model:
         args = dataclasses.replace(args, model=str(fetch_default_model(logger.info)))
@@ -70,7 +74,14 @@ def serve(args: EngineArgs, options: ServeOptions, listener: socket.socket, leve
     build = partial(build_logged_engine, args, source, level)
     make_loop = uvicorn.Config("", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=make_loop) as runner:
-        return runner.run(serving.run(build, partial(build_text_side, args, source)))
+        return runner.run(serving.run(build, partial(_load_text, args, source)))
+
+
+def _load_text(args: EngineArgs, source: ModelSource) -> TextSide:
+    """The tokenizer, and everything of the front end that is slow to import, while the engine starts."""
+    import server.app  # noqa: F401 (the import is what takes long)
+
+    return build_text_side(args, source)
 
 
 class _Serving:
@@ -85,7 +96,7 @@ class _Serving:
         self._is_killed = False
         self._kind: ExampleKind = "tokens"
 
-    async def run(self, build: Callable[[], Engine], load_text: Callable[[], TextSide]) -> int:
+    async def run(self, build: "Callable[[], Engine]", load_text: Callable[[], TextSide]) -> int:
         """Start, serve, stop; the exit status."""
         starting = asyncio.create_task(self._start(build, load_text))
         await self._take_signals(starting)
@@ -132,7 +143,7 @@ class _Serving:
         self._stop.set()
 
     async def _start(
-        self, build: Callable[[], Engine], load_text: Callable[[], TextSide]
+        self, build: "Callable[[], Engine]", load_text: Callable[[], TextSide]
     ) -> tuple[ProcessClient, TextSide]:
         """The engine in its process and, meanwhile, the tokenizer in this one."""
         client_class = RequestLoggingClient if self._options.log_requests else ProcessClient
@@ -146,6 +157,10 @@ class _Serving:
             raise
 
     def _make_app(self, client: ProcessClient, text: TextSide) -> FastAPI:
+        from jaxllm.text.chat_template import ChatTemplate
+        from jaxllm.text.input_processor import InputProcessor
+        from server.app import create_app
+
         chat = None
         if text.tokenizer is not None:
             chat = ChatTemplate(text.tokenizer, self._template, self._options.chat_template_content_format)

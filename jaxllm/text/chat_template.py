@@ -8,13 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 from jinja2 import nodes
 
 from jaxllm.errors import RequestError
-from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer
 
 ContentFormat = Literal["auto", "string", "openai"]
 Message = Mapping[str, Any]
@@ -45,7 +47,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: "Tokenizer",
         chat_template: str | None = None,
         content_format: ContentFormat = "auto",
     ):

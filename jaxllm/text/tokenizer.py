@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from jaxllm.errors import CheckpointError, RequestError
 from jaxllm.text.pieces import TokenPieces, token_pieces
@@ -193,9 +194,9 @@ def load_tokenizer(
         raise CheckpointError(f"{folder} is not a folder with a tokenizer")
     if not trust_remote_code and _is_bare(folder):
         # No configuration says which class it is: the file alone is a whole fast tokenizer.
-        return Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")))
+        return Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")))
     try:
-        hf = AutoTokenizer.from_pretrained(
+        hf = transformers.AutoTokenizer.from_pretrained(
             str(folder),
             revision=revision or "main",
             trust_remote_code=trust_remote_code,
