@@ -17,7 +17,7 @@ import jax
 
 import converters
 from jaxllm.batch import KVLayer
-from jaxllm.engine.assemble import assemble_engine
+from jaxllm.engine.assemble import assemble_engine, set_up_engine
 from jaxllm.engine.engine import Engine
 from jaxllm.engine_args import EngineArgs, ModelNeeds, resolve
 from jaxllm.sharding import make_mesh
@@ -106,6 +106,7 @@ def build_core(
     facts = converters.describe_model(
         source.hf_config, tensor_parallel_size=args.tensor_parallel_size, max_model_len=config.max_model_len
     )
+    setup = set_up_engine(config, kv_layers=facts.kv_layers, mesh=mesh, platform=platform, model_facts=facts.config)
     loaded = converters.load_model(
         source,
         facts,
@@ -117,15 +118,7 @@ def build_core(
     )
     logger.info("weights in place after %.1f s", time.monotonic() - start)
     engine = assemble_engine(
-        loaded.model,
-        config,
-        kv_layers=facts.kv_layers,
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        mesh=mesh,
-        platform=platform,
-        model_facts=facts.config,
-        progress=progress,
+        loaded.model, setup, vocab_size=facts.vocab_size, hidden_size=facts.hidden_size, progress=progress
     )
     logger.info(
         "ready after %.1f s: %d programs compiled, %d loaded",

@@ -110,6 +110,22 @@ class BucketGrid:
         needed = [Bucket(0, rows, 0, steps, pages, mode) for steps in self.num_steps]
         return [*needed, Bucket(blocks, mixed, self.prefill_rows(blocks), 1, pages, mode)]
 
+    def smallest(self) -> list[Bucket]:
+        """The buckets that a lone short request runs in, for every sampler mode."""
+        pages, rows = self.pages[0], self.mixed_decode_rows[0]
+        blocks = self.prefill_blocks[0]
+        found = [
+            Bucket(0, self.decode_rows[0], 0, steps, pages, mode)
+            for steps in self.num_steps
+            for mode in self.sampler_modes
+        ]
+        found += [Bucket(blocks, rows, self.prefill_rows(blocks), 1, pages, mode) for mode in self.sampler_modes]
+        return found
+
+    def start_order(self) -> list[Bucket]:
+        """What is loaded before serving, if it is kept."""
+        return list(dict.fromkeys([*self.first(), *self.smallest()]))
+
 
 def max_prefill_blocks(max_num_batched_tokens: int, block_tokens: int, max_prefill_rows: int) -> int:
     """Blocks of prefill tokens in one step: the token budget's, so that full steps carry no padding.

@@ -7,6 +7,8 @@ import hashlib
 import logging
 import os
 import pickle
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,11 @@ def fingerprint(*parts: object) -> str:
     return digest.hexdigest()[:24]
 
 
+def program_name(bucket: object) -> str:
+    """Under which the step of a bucket is kept."""
+    return f"step-{bucket}"
+
+
 class ExecutableStore:
     """Executables by name in one folder; None as folder keeps nothing."""
 
@@ -52,9 +59,24 @@ class ExecutableStore:
             if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
                 logger.warning("not using the compile cache %s: other users may write to it", folder)
                 self._folder = None
+        self._coming: dict[str, Future[Any]] = {}
+
+    def holds(self, name: str) -> bool:
+        """Whether a program of this name is kept; it may still turn out not to load."""
+        return self._folder is not None and (self._folder / name).is_file()
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Begin to load what is kept of these in the background, in this order; `load` then waits for it."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="load-programs")
+        self._coming = {name: pool.submit(self._read, name) for name in names if self.holds(name)}
+        pool.shutdown(wait=False)
 
     def load(self, name: str) -> Any | None:
         """The executable, or None when it is absent or no longer loads (it is then made again)."""
+        coming = self._coming.pop(name, None)
+        return coming.result() if coming is not None else self._read(name)
+
+    def _read(self, name: str) -> Any | None:
         if self._folder is None:
             return None
         path = self._folder / name

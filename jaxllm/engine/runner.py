@@ -18,11 +18,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.batch import AttentionPlan, KVLayer
-from jaxllm.cache.kv_pages import HostPages, allocate_pages, group_windows, pages_sharding
+from jaxllm.cache.kv_pages import HostPages, group_windows, pages_sharding
 from jaxllm.config import EngineConfig
 from jaxllm.engine.batch_builder import bucket_need, build_vector, padding_vector
 from jaxllm.engine.buckets import Bucket, BucketGrid
-from jaxllm.engine.executables import ExecutableStore
+from jaxllm.engine.executables import ExecutableStore, program_name
 from jaxllm.engine.layout import StepLayout, step_layout
 from jaxllm.engine.programs import HISTORY_CHUNK, PAGE_BATCH, PROMPT_BLOCK, UPDATE_BATCH, SmallPrograms
 from jaxllm.engine.step import RequestState, StepResult, build_step
@@ -104,9 +104,9 @@ class Runner:
         self,
         model: nnx.Module,
         config: EngineConfig,
+        pages: list[jax.Array],
         *,
         kv_layers: Sequence[KVLayer],
-        group_sizes: Sequence[int],
         swap_sizes: Sequence[int],
         vocab_size: int,
         hidden_size: int,
@@ -128,7 +128,7 @@ class Runner:
         self._plan = AttentionPlan(
             attention, mesh, windows, config.page_size, self.profile.block_tokens, dynamic_length=True
         )
-        self._pages = allocate_pages(kv_layers, group_sizes, page_size=config.page_size, dtype=config.dtype, mesh=mesh)
+        self._pages = pages
         self._pages_sharding = pages_sharding(mesh)
         self.limits = SamplingLimits(
             max_num_seqs=config.max_num_seqs, vocab_size=vocab_size, max_logprobs=config.max_logprobs
@@ -170,8 +170,12 @@ class Runner:
     # Compilation.
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile the buckets without which some step could not run; the finer ones in the background."""
-        needed = self.grid.first()
+        """Compile the buckets without which some step could not run; the finer ones in the background.
+
+        The smallest ones are loaded, too, if they are kept: they make the first request fast.
+        """
+        first = self.grid.first()
+        needed = [b for b in self.grid.start_order() if b in first or self._store.holds(program_name(b))]
         self._compile_many(needed, progress)
         self._warm_run(needed)
         self._background = threading.Thread(target=self._compile_rest, name="compile", daemon=True)
@@ -192,8 +196,12 @@ class Runner:
         for name in self._small.names(swap=self.config.swap_bytes > 0):
             if self._stop.is_set():
                 return
-            self.num_compiles += self._small.compile(name, self._store)
-        rest = iter([bucket for bucket in self.grid.buckets() if bucket not in self._compiled])
+            compiled = self._small.compile(name, self._store)
+            with self._compile_lock:
+                self.num_compiles += compiled
+        # A lone request gains most from the smallest.
+        order = dict.fromkeys([*self.grid.smallest(), *reversed(self.grid.buckets())])
+        rest = iter([bucket for bucket in order if bucket not in self._compiled])
 
         def work() -> None:
             for bucket in rest:
@@ -228,7 +236,7 @@ class Runner:
         )
 
     def _compile(self, bucket: Bucket) -> Any:
-        loaded = self._store.load(f"step-{bucket}")
+        loaded = self._store.load(program_name(bucket))
         if loaded is not None:
             self.num_loaded += 1
             return loaded
@@ -247,7 +255,7 @@ class Runner:
         compiled = lowered.compile()
         with self._compile_lock:
             self.num_compiles += 1
-        self._store.save(f"step-{bucket}", compiled)
+        self._store.save(program_name(bucket), compiled)
         return compiled
 
     def _warm_run(self, buckets: Sequence[Bucket]) -> None:

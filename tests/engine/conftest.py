@@ -14,7 +14,7 @@ import transformers
 
 import converters
 from jaxllm.config import EngineConfig
-from jaxllm.engine.assemble import assemble_engine
+from jaxllm.engine.assemble import assemble_engine, set_up_engine
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.protocol import EngineRequest
 from jaxllm.engine.scheduler import Scheduler
@@ -107,16 +107,8 @@ def make_engine(checkpoint) -> Callable[..., Engine]:
         source = converters.resolve_model(str(checkpoint(hf_config)))
         facts = converters.describe_model(source.hf_config, tensor_parallel_size=config.tensor_parallel_size)
         loaded = converters.load_model(source, facts, dtype="float32", mesh=mesh)
-        engine = assemble_engine(
-            loaded.model,
-            config,
-            kv_layers=facts.kv_layers,
-            vocab_size=facts.vocab_size,
-            hidden_size=facts.hidden_size,
-            mesh=mesh,
-            platform="cpu",
-            model_facts=facts.config,
-        )
+        setup = set_up_engine(config, kv_layers=facts.kv_layers, mesh=mesh, platform="cpu", model_facts=facts.config)
+        engine = assemble_engine(loaded.model, setup, vocab_size=facts.vocab_size, hidden_size=facts.hidden_size)
         if grid is not None:
             engine.runner.grid = replace(engine.runner.grid, **grid)
         return engine
