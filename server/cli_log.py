@@ -34,6 +34,7 @@ def configure_logging(part: str, level: str) -> None:
         part: which process this is.
         level: of our own messages.
     """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed here
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"%(levelname)s %(asctime)s [{part}] %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
