@@ -1,6 +1,7 @@
 """`jaxllm serve` in a process of its own on the small real model: streams that are cut, bad input, the end."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -120,8 +121,8 @@ async def test_bad_input_does_not_touch_a_stream(server):
         alone = await read(client, 7)
         beside = asyncio.create_task(read(client, 7))
         for body, status in bad:
-            kind = {"content": body} if isinstance(body, bytes) else {"json": body}
-            answer = await raw.post("/v1/completions", headers={"Content-Type": "application/json"}, **kind)
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await raw.post("/v1/completions", headers={"Content-Type": "application/json"}, content=content)
             assert answer.status_code == status, (body, answer.text)
             assert answer.json()["error"]["message"] and answer.json()["error"]["code"] == status
         assert await beside == alone
