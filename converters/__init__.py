@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from converters.loading import load_model as load_model
     from converters.loading import max_positions as max_positions
 
-_LOADING = ("LoadedModel", "ModelFacts", "describe_model", "load_dummy", "load_model", "max_positions")
-
 __all__ = [
     "LoadedModel",
     "ModelFacts",
@@ -28,7 +26,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Lazy (PEP 562): a front end finds models without importing jax.
-    if name in _LOADING:
+    if name in __all__:
         from converters import loading
 
         return getattr(loading, name)

@@ -18,15 +18,18 @@ from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
 
+_SOURCES = (
+    *(f"jaxllm/{name}" for name in ("cache", "engine", "layers", "models", "ops", "sampling")),
+    *("kernels_pallas", "kernels_triton"),
+)
+
 
 def fingerprint(*parts: object) -> str:
     """A name for what programs depend on: our code, the libraries, the device and the given parts."""
     digest = hashlib.sha256()
-    package = Path(__file__).resolve().parent.parent
-    sources = [
-        p for folder in ("layers", "models", "ops", "sampling", "engine") for p in (package / folder).rglob("*.py")
-    ]
-    for source in sorted([*sources, package / "batch.py", package / "sharding.py"]):
+    root = Path(__file__).resolve().parents[2]
+    sources = [path for folder in _SOURCES for path in (root / folder).rglob("*.py")]
+    for source in sorted([*sources, root / "jaxllm/batch.py", root / "jaxllm/sharding.py"]):
         digest.update(source.read_bytes())
     device = jax.devices()[0]
     facts = (

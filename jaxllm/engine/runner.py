@@ -238,7 +238,8 @@ class Runner:
     def _compile(self, bucket: Bucket) -> Any:
         loaded = self._store.load(program_name(bucket))
         if loaded is not None:
-            self.num_loaded += 1
+            with self._compile_lock:
+                self.num_loaded += 1
             return loaded
         layout = self._layout(bucket)
         dynamic = bucket.pages * self.config.page_size > self.profile.static_tokens
