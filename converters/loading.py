@@ -136,6 +136,8 @@ def max_positions(hf_config: dict) -> int:
             break
     else:
         raise CheckpointError("config.json states no max_position_embeddings; give max_model_len's bound there")
+    if str(hf_config.get("model_type")).startswith("gemma3"):
+        return longest  # stated as stretched
     scaling = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("linear", "dynamic", "yarn") and scaling.get("factor"):

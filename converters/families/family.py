@@ -30,11 +30,14 @@ class Family:
     prepare: Callable[[Checkpoint, HFConfig], Checkpoint] = field(default=lambda checkpoint, _: checkpoint)
 
 
-def required(hf_config: HFConfig, name: str) -> Any:
-    """A value the configuration must have."""
-    if hf_config.get(name) is None:
+def required(hf_config: HFConfig, name: str) -> int:
+    """A size or number that the configuration must have."""
+    value = hf_config.get(name)
+    if value is None:
         raise CheckpointError(f"config.json has no {name!r}; it has {', '.join(sorted(hf_config))}")
-    return hf_config[name]
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {name} must be an integer of at least 1, not {value!r}")
+    return value
 
 
 def head_dim_of(hf_config: HFConfig) -> int:

@@ -34,11 +34,11 @@ class GatedMLP(nnx.Module):
     def __init__(self, embed_dim: int, mlp_dim: int, activation_name: str, *, bias: bool = False):
         self.gate_up = Linear((embed_dim,), (2, mlp_dim), ("embed",), (None, "mlp"), bias=bias)
         self.down = Linear((mlp_dim,), (embed_dim,), ("mlp",), ("embed",), bias=bias)
-        self.activation_name = activation_name
+        self.activation = activation(activation_name)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = self.gate_up(x)
-        return self.down(activation(self.activation_name)(gate_up[:, 0]) * gate_up[:, 1])
+        return self.down(self.activation(gate_up[:, 0]) * gate_up[:, 1])
 
 
 class MLP(nnx.Module):
@@ -47,7 +47,7 @@ class MLP(nnx.Module):
     def __init__(self, embed_dim: int, mlp_dim: int, activation_name: str, *, bias: bool = True):
         self.up = Linear((embed_dim,), (mlp_dim,), ("embed",), ("mlp",), bias=bias)
         self.down = Linear((mlp_dim,), (embed_dim,), ("mlp",), ("embed",), bias=bias)
-        self.activation_name = activation_name
+        self.activation = activation(activation_name)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(activation(self.activation_name)(self.up(x)))
+        return self.down(self.activation(self.up(x)))
