@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+import jaxllm
 from jaxllm.build import build_core
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.protocol import EngineRequest
@@ -288,7 +290,8 @@ def run_bench(options: argparse.Namespace, args: EngineArgs) -> dict[str, Any]:
             "figures": figures,
             "start": start,
             "device": jax.devices()[0].device_kind,
-            "versions": {name: version(name) for name in ("jax", "jaxlib", "flax")},
+            "versions": {"jaxllm": jaxllm.__version__, **{name: version(name) for name in ("jax", "jaxlib", "flax")}},
+            "commit": _commit(),
             "engine": asdict(engine.config),
         }
     finally:
@@ -299,6 +302,15 @@ def run_bench(options: argparse.Namespace, args: EngineArgs) -> dict[str, Any]:
         options.output_json.write_text(json.dumps(report, indent=2) + "\n")
         print(f"written to {options.output_json}")
     return report
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file lies in; None outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def check_options(options: argparse.Namespace) -> None:
