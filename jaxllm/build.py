@@ -123,8 +123,8 @@ def build_core(
     logger.info(
         "ready after %.1f s: %d programs compiled, %d loaded",
         time.monotonic() - start,
-        engine.runner.num_compiles,
-        engine.runner.num_loaded,
+        engine.runner.programs.num_compiles,
+        engine.runner.programs.num_loaded,
     )
     return engine
 

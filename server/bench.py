@@ -90,7 +90,7 @@ def random_prompts(count: int, low: int, high: int, vocab_size: int, seed: int) 
 def run_requests(engine: Engine, prompts: Prompts, output_lens: Sequence[int], n: int = 1) -> BenchRun:
     """Send all prompts at once, greedy and ignoring EOS, and step until the last one ends."""
     before = engine.stats()
-    compiles = engine.runner.num_compiles
+    compiles = engine.runner.programs.num_compiles
     first: dict[tuple[str, int], float] = {}
     last: dict[tuple[str, int], float] = {}
     counts: dict[tuple[str, int], int] = {}
@@ -122,7 +122,7 @@ def run_requests(engine: Engine, prompts: Prompts, output_lens: Sequence[int], n
         token_s=[(last[k] - first[k]) / (counts[k] - 1) for k in first if counts[k] > 1],
         steps=after.num_steps - before.num_steps,
         launches=after.num_launches - before.num_launches,
-        compiles=engine.runner.num_compiles - compiles,
+        compiles=engine.runner.programs.num_compiles - compiles,
     )
 
 
@@ -148,8 +148,8 @@ def start_engine(args: EngineArgs) -> tuple[Engine, dict[str, Any]]:
     facts = {
         "ready_s": round(ready, 2),
         "all_compiled_s": round(time.perf_counter() - start, 2),
-        "programs_compiled": engine.runner.num_compiles,
-        "programs_loaded": engine.runner.num_loaded,
+        "programs_compiled": engine.runner.programs.num_compiles,
+        "programs_loaded": engine.runner.programs.num_loaded,
     }
     return engine, facts
 

@@ -17,9 +17,11 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.buckets import BucketGrid, grid_for, max_prefill_blocks
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.executables import ExecutableStore, fingerprint, program_name
+from jaxllm.engine.profiles import PROFILES, sampler_modes_for
 from jaxllm.engine.protocol import ModelInfo
-from jaxllm.engine.runner import PROFILES, Progress, Runner, sampler_modes_for
+from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.step_programs import Progress
 from jaxllm.ops.implementations import choose_attention
 
 logger = logging.getLogger(__name__)

@@ -252,7 +252,7 @@ class Engine:
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_steps=self._num_steps,
             num_launches=runner.num_launches,
-            num_unexpected_compiles=runner.num_late_compiles,
+            num_unexpected_compiles=runner.programs.num_late_compiles,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             pages_in_use=scheduler.pages_in_use,
@@ -264,7 +264,7 @@ class Engine:
 
     def wait_until_compiled(self) -> None:
         """Block until the programs that are compiled beside serving are ready."""
-        self.runner.wait_for_background()
+        self.runner.programs.wait()
 
     def shutdown(self) -> None:
         """Let go of the device; the engine cannot be used afterwards."""

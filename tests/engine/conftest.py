@@ -110,7 +110,7 @@ def make_engine(checkpoint) -> Callable[..., Engine]:
         setup = set_up_engine(config, kv_layers=facts.kv_layers, mesh=mesh, platform="cpu", model_facts=facts.config)
         engine = assemble_engine(loaded.model, setup, vocab_size=facts.vocab_size, hidden_size=facts.hidden_size)
         if grid is not None:
-            engine.runner.grid = replace(engine.runner.grid, **grid)
+            engine.runner.programs.grid = replace(engine.runner.programs.grid, **grid)
         return engine
 
     return make

@@ -22,7 +22,7 @@ def counted() -> Iterator[list[str]]:
     """A list that grows by one for each program that XLA compiles."""
     seen: list[str] = []
 
-    def listener(event: str, duration: float, **kwargs: object) -> None:
+    def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
             seen.append(str(kwargs.get("fun_name", event)))
 
@@ -38,8 +38,8 @@ def warm(make_engine) -> Iterator[Engine]:
     """An engine with its default programs, all of them ready."""
     with counted() as seen:
         engine = make_engine(enforce_eager=False, max_num_seqs=32, max_model_len=1088, swap_bytes=1 << 20)
-        engine.runner.wait_for_background()
-    assert len(seen) >= len(engine.runner.grid.buckets()), "the events that are counted here are not sent"
+        engine.wait_until_compiled()
+    assert len(seen) >= len(engine.runner.programs.grid.buckets()), "the events that are counted here are not sent"
     yield engine
     engine.shutdown()
 
