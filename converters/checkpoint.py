@@ -150,9 +150,7 @@ class TorchCheckpoint:
         try:
             import torch  # heavy, and only these files need it
         except ImportError:
-            raise CheckpointError(
-                f"{folder} holds PyTorch files, which need torch: pip install 'jaxllm[convert]'"
-            ) from None
+            raise CheckpointError(f"{folder} holds PyTorch files, which need torch: pip install torch") from None
         self._torch = torch
         index = folder / "pytorch_model.bin.index.json"
         if index.exists():

@@ -73,6 +73,13 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> BuiltEng
             raise
 
 
+def _stated_dtype(source: converters.ModelSource) -> str | None:
+    """The checkpoint's; a GGUF file has one for each tensor."""
+    if source.kind == "gguf":
+        return None
+    return source.hf_config.get("dtype") or source.hf_config.get("torch_dtype")
+
+
 def build_core(
     args: EngineArgs, source: converters.ModelSource | None = None, progress: Progress | None = None
 ) -> Engine:
@@ -91,7 +98,7 @@ def build_core(
         platform=platform,
         needs=ModelNeeds(
             max_position_embeddings=facts.max_position_embeddings,
-            checkpoint_dtype=source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"),
+            checkpoint_dtype=_stated_dtype(source),
             kv_values_per_token=kv_values(facts.kv_layers),
             weight_count=facts.num_params,
         ),
@@ -99,7 +106,9 @@ def build_core(
         cache_dir=str(default_cache_dir()),
     )
     config = resolved.config
-    logger.info("model: %s, %s, %.0f M weights", source.name, facts.architecture, facts.num_params / 1e6)
+    count = f"{facts.num_params / 1e6:.0f} M" if facts.num_params >= 1e7 else f"{facts.num_params:,}"
+    kind = " (GGUF, dequantised on loading)" if source.kind == "gguf" else ""
+    logger.info("model: %s, %s, %s weights%s", source.name, facts.architecture, count, kind)
     logger.info("devices: %d x %s", mesh.size, devices[0].device_kind)
     for reason in resolved.reasons:
         logger.info("%s", reason)

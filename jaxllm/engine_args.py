@@ -178,11 +178,13 @@ def resolve_dtype(args: EngineArgs, platform: str, checkpoint_dtype: str | None)
     if args.dtype != "auto":
         return DTYPE_ALIASES.get(args.dtype, args.dtype), "asked for"
     if platform == "cpu":
-        return "float32", "fastest on a CPU; the checkpoint states " + str(checkpoint_dtype or "none")
+        return "float32", "fastest on a CPU" + (
+            f"; the checkpoint states {checkpoint_dtype}" if checkpoint_dtype else ""
+        )
     if checkpoint_dtype in ("float16", "half"):
         return "float16", "the checkpoint's"
     if checkpoint_dtype in ("float32", "float", None):
-        return "bfloat16", f"the checkpoint states {checkpoint_dtype or 'none'}"
+        return "bfloat16", f"the checkpoint states {checkpoint_dtype}" if checkpoint_dtype else "the default"
     return "bfloat16", "the checkpoint's"
 
 
@@ -221,7 +223,7 @@ def resolve(
     if kv_reason.startswith("CPU") and args.kv_cache_memory_bytes is None:
         # More than all rows can fill would only be touched by the prefix cache.
         kv_bytes = min(kv_bytes, max_num_seqs * (max_model_len + page_size) * kv_token_bytes)
-    choose("KV memory", f"{kv_bytes / GIB:.2f} GiB", kv_reason)
+    choose("KV memory", _size_text(kv_bytes), kv_reason)
     max_num_batched_tokens = args.max_num_batched_tokens or max(budget, max_num_seqs)
     # Several steps in one launch pay where the launch itself is dear.
     steps = args.num_decode_steps or (4 if platform == "tpu" else 1)
@@ -279,6 +281,10 @@ def _kv_bytes(
             "(tensor_parallel_size) or a smaller model"
         )
     return usable * shards, reason
+
+
+def _size_text(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 4 else f"{size / (1 << 20):.1f} MiB"
 
 
 def _max_model_len(

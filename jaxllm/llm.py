@@ -16,11 +16,10 @@ from dataclasses import fields
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from tqdm import tqdm
-
 from jaxllm.engine.protocol import EngineRequest, EngineStats, ModelInfo, RequestDelta
 from jaxllm.errors import RequestError
 from jaxllm.outputs import RequestOutput
+from jaxllm.progress import StartProgress, is_interactive, tqdm
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.chat_template import ChatTemplate, ContentFormat, Message, load_chat_template
 from jaxllm.text.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -56,6 +55,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 """Arguments of vLLM for what is not supported -> the values that ask for nothing."""
 _PROGRESS_SECONDS = 0.5
 """How often the progress bar shows new rates while no request finishes."""
+_LOGGED_PROGRESS_SECONDS = 10.0
 
 
 class SyncEngine(Protocol):
@@ -90,7 +90,7 @@ class LLM:
 
         known = {f.name for f in fields(EngineArgs)}
         args = EngineArgs(model=model, **_supported(engine_args, known))
-        built = build_engine(args)
+        built = build_engine(args, StartProgress())
         self._setup(
             built.engine,
             built.tokenizer,
@@ -331,7 +331,9 @@ class _Progress:
         make = tqdm if use_tqdm is True else use_tqdm
         self._bar: Any = None
         if make:
-            self._bar = make(total=len(prepared), desc="Processed prompts", dynamic_ncols=True)
+            # In a log, a line now and then.
+            pause = 0.1 if is_interactive() else _LOGGED_PROGRESS_SECONDS
+            self._bar = make(total=len(prepared), desc="Processed prompts", dynamic_ncols=True, mininterval=pause)
         self._start = self._last = time.monotonic()
         self._num_input = self._num_output = 0
 
@@ -359,7 +361,8 @@ class _Progress:
         self._last = time.monotonic()
         seconds = max(self._last - self._start, 1e-9)
         self._bar.set_postfix_str(
-            f"input: {self._num_input / seconds:.1f} toks/s, output: {self._num_output / seconds:.1f} toks/s"
+            f"input: {self._num_input / seconds:.1f} toks/s, output: {self._num_output / seconds:.1f} toks/s",
+            refresh=is_interactive(),
         )
 
 

@@ -1,6 +1,7 @@
 """What a front end needs of a model: where it is, its tokenizer and sampling defaults. No weights, no device."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,9 @@ from jaxllm.errors import CheckpointError
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def build_text_side(args: EngineArgs, source: ModelSource) -> TextSide:
                 f"{path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json); name one with tokenizer, "
                 "or set skip_tokenizer_init to work with token ids"
             )
+        else:
+            logger.warning("%s holds no tokenizer: prompts must be token ids", path)
     ids = source.hf_config.get("eos_token_id")
     eos = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
     return TextSide(tokenizer, _generation_config(args, source), eos, source)

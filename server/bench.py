@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,14 +19,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import jaxllm
+from converters import ModelSource, max_positions
+from converters.default_model import fetch_default_model
 from jaxllm.build import build_core
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.protocol import EngineRequest
 from jaxllm.engine_args import EngineArgs
+from jaxllm.progress import StartProgress, is_interactive, tqdm
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text_side import find_model
 
 logger = logging.getLogger(__name__)
 
@@ -126,25 +129,13 @@ def run_requests(engine: Engine, prompts: Prompts, output_lens: Sequence[int], n
     )
 
 
-def start_engine(args: EngineArgs) -> tuple[Engine, dict[str, Any]]:
+def start_engine(args: EngineArgs, source: ModelSource | None = None) -> tuple[Engine, dict[str, Any]]:
     """Build the engine, with every program compiled; and what starting cost."""
-    bar: tqdm | None = None
-
-    def progress(what: str, done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None or bar.total != total:
-            bar = tqdm(total=total, leave=False)
-        bar.set_description(what[:40])
-        bar.n = done
-        bar.refresh()
-
     start = time.perf_counter()
-    engine = build_core(args, progress=progress)
+    engine = build_core(args, source, StartProgress())
     ready = time.perf_counter() - start
     if not args.enforce_eager:
         engine.wait_until_compiled()
-    if bar is not None:
-        bar.close()
     facts = {
         "ready_s": round(ready, 2),
         "all_compiled_s": round(time.perf_counter() - start, 2),
@@ -159,7 +150,7 @@ def bench_latency(
 ) -> dict[str, Any]:
     """One batch at a time, `iterations` times: medians over the batches."""
     runs: list[BenchRun] = []
-    for i in tqdm(range(-warmup, iterations), desc="batches", leave=False):
+    for i in tqdm(range(-warmup, iterations), desc="batches", leave=False, disable=not is_interactive()):
         # Fresh prompts each time: a prefix cached by the run before would shorten this one.
         prompts = random_prompts(batch_size, input_len, input_len, engine.model_info.vocab_size, seed + i + warmup)
         run = run_requests(engine, prompts, [output_len] * batch_size, n)
@@ -228,16 +219,22 @@ def add_bench_arguments(
     throughput = subparsers.add_parser("throughput", help="many requests at once: tokens per second")
     for parser, input_len, output_len in ((latency, 32, 128), (throughput, 512, 128)):
         group = parser.add_argument_group("workload")
-        group.add_argument("--input-len", "--random-input-len", type=int, default=input_len, help="prompt tokens")
-        group.add_argument("--output-len", "--random-output-len", type=int, default=output_len, help="output tokens")
-        group.add_argument("--n", type=int, default=1, help="sequences per prompt (sampled if more than one)")
+        group.add_argument(
+            "--input-len", "--random-input-len", type=int, default=input_len, help="prompt tokens (%(default)s)"
+        )
+        group.add_argument(
+            "--output-len", "--random-output-len", type=int, default=output_len, help="output tokens (%(default)s)"
+        )
+        group.add_argument(
+            "--n", type=int, default=1, help="sequences per prompt; more than one are sampled (%(default)s)"
+        )
         group.add_argument("--output-json", type=Path, help="write the figures to this file")
     group = latency.add_argument_group("batches")
-    group.add_argument("--batch-size", type=int, default=8)
-    group.add_argument("--num-iters-warmup", type=int, default=2)
-    group.add_argument("--num-iters", type=int, default=10)
+    group.add_argument("--batch-size", type=int, default=8, help="requests at once (%(default)s)")
+    group.add_argument("--num-iters-warmup", type=int, default=2, help="batches before those that count (%(default)s)")
+    group.add_argument("--num-iters", type=int, default=10, help="batches that count (%(default)s)")
     group = throughput.add_argument_group("requests")
-    group.add_argument("--num-prompts", type=int, default=256)
+    group.add_argument("--num-prompts", type=int, default=256, help="requests (%(default)s)")
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down, 0 <= r < 1"
     )
@@ -257,15 +254,13 @@ def run_bench(options: argparse.Namespace, args: EngineArgs) -> dict[str, Any]:
         ValueError: a workload that the engine cannot hold.
     """
     check_options(options)
-    engine, start = start_engine(args)
+    if not args.model:
+        args = replace(args, model=str(fetch_default_model(logger.info)))
+    source = find_model(args)
+    _check_length(options, max_positions(source.hf_config))  # at once; what the engine then chooses may be less
+    engine, start = start_engine(args, source)
     try:
-        longest = _spread(options.input_len, getattr(options, "random_range_ratio", 0.0))[1]
-        longest += _spread(options.output_len, getattr(options, "random_range_ratio", 0.0))[1]
-        if longest > engine.model_info.max_model_len:
-            raise ValueError(
-                f"prompt and output of up to {longest} tokens do not fit max_model_len "
-                f"{engine.model_info.max_model_len}; make them shorter or raise it"
-            )
+        _check_length(options, engine.model_info.max_model_len)
         common = {"input_len": options.input_len, "output_len": options.output_len, "n": options.n, "seed": args.seed}
         if options.bench == "latency":
             figures = bench_latency(
@@ -297,11 +292,22 @@ def run_bench(options: argparse.Namespace, args: EngineArgs) -> dict[str, Any]:
     finally:
         engine.shutdown()
     for name, value in figures.items():
-        print(f"{name:36} {value}")
+        shown = "  ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else value
+        print(f"{name:36} {shown}")
     if options.output_json is not None:
         options.output_json.write_text(json.dumps(report, indent=2) + "\n")
         print(f"written to {options.output_json}")
     return report
+
+
+def _check_length(options: argparse.Namespace, max_model_len: int) -> None:
+    ratio = getattr(options, "random_range_ratio", 0.0)
+    longest = _spread(options.input_len, ratio)[1] + _spread(options.output_len, ratio)[1]
+    if longest > max_model_len:
+        raise ValueError(
+            f"prompt and output of up to {longest} tokens do not fit max_model_len {max_model_len}; "
+            "make them shorter or raise it"
+        )
 
 
 def _commit() -> str | None:

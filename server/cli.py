@@ -124,7 +124,7 @@ def parse_serve(words: Sequence[str], *, is_module: bool = False) -> argparse.Na
         logger.warning("--model is the old spelling; write `jaxllm serve %s`", model)
     options.model_tag = options.model_tag or model or config_model
     if options.model_tag is None:
-        _check_swallowed_model(options)
+        _check_swallowed_model(parser.parse_args(words))
     return options
 
 
@@ -154,6 +154,8 @@ def _serve(words: Sequence[str], *, is_module: bool = False) -> int:
 def _bench(words: Sequence[str]) -> int:
     # Imports jax, as the benchmarks run the engine in this process.
     from server.bench import add_bench_arguments, run_bench
+
+    configure_logging("bench", log_level())
 
     parser = Parser(prog="jaxllm bench", description="Measure an engine without a server.")
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCH", dest="bench", required=True)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from server.cli_log import StartProgress, configure_logging
+from server.cli_log import configure_logging
 
 if TYPE_CHECKING:
     from converters import ModelSource
@@ -21,5 +21,6 @@ def build_logged_engine(args: "EngineArgs", source: "ModelSource", level: str) -
     configure_logging("engine", level)
     # Only now, so that the log's format holds for whatever these print.
     from jaxllm.build import build_core
+    from jaxllm.progress import StartProgress
 
     return build_core(args, source, StartProgress())

@@ -125,7 +125,7 @@ def _curl(options: ServeOptions, url: str, kind: ExampleKind) -> str:
     if options.ssl_certfile is not None:
         words += ["--insecure"]
     words += [f"{url}/v1/{path}", "-H", "Content-Type: application/json"]
-    body = {"model": name, **body, "max_tokens": 32}
+    body = {"model": name, **body, "max_tokens": 32, "temperature": 0}
     line = f"{shlex.join(words)} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
-    # In double quotes, so that the shell puts in a key that the log must not show.
-    return line + (' -H "Authorization: Bearer $API_KEY"' if options.settings.api_keys else "")
+    # The log must not show a key.
+    return line + (" -H 'Authorization: Bearer YOUR_API_KEY'" if options.settings.api_keys else "")

@@ -131,7 +131,7 @@ class RequestMeter:
         self._arrival = time.monotonic() - max(0.0, time.time() - request.arrival_time)
         self._last_times: dict[int, float] = {}
         self._num_tokens = [0] * request.sampling.n
-        self._last_delta: RequestDelta | None = None
+        self._first_delta: RequestDelta | None = None
 
     def add(self, delta: RequestDelta) -> None:
         """Count the tokens of a delta and the time since the sequence's last one."""
@@ -139,7 +139,8 @@ class RequestMeter:
         if not count:
             return
         metrics, before = self._metrics, self._last_times.get(delta.index)
-        if self._last_delta is None:
+        if self._first_delta is None:
+            self._first_delta = delta
             metrics.time_to_first_token.observe(time.monotonic() - self._arrival)
             metrics._prompt_tokens.inc(len(self._request.prompt_tokens))
             metrics._cached_tokens.inc(delta.num_cached_tokens)
@@ -150,7 +151,6 @@ class RequestMeter:
                     histogram.observe(seconds)
         self._last_times[delta.index] = delta.last_token_time
         self._num_tokens[delta.index] += count
-        self._last_delta = delta
         metrics._generation_tokens.inc(max(0, count - self._num_hidden))
 
     def end(self, outcomes: Iterable[Outcome]) -> None:
@@ -165,8 +165,8 @@ class RequestMeter:
         metrics._prompt_length.observe(len(self._request.prompt_tokens))
         metrics._output_length.observe(sum(self._num_tokens))
         metrics._longest_output.observe(max(self._num_tokens))
-        if self._last_delta is not None:
-            self._observe_phases(self._last_delta)
+        if self._first_delta is not None:
+            self._observe_phases(self._first_delta)
 
     def _observe_phases(self, delta: RequestDelta) -> None:
         metrics = self._metrics

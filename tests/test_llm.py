@@ -195,7 +195,7 @@ def test_progress_bar_counts_requests_and_tokens():
         def update(self, count: int):
             self.count += count
 
-        def set_postfix_str(self, text: str):
+        def set_postfix_str(self, text: str, refresh: bool = True):
             self.text = text
 
         def close(self):

@@ -43,7 +43,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 
 def run_engine(build: Callable[[], SteppingEngine], address: EngineAddress, heartbeat_interval: float = 1.0) -> None:
-    """Entry point of the engine process; returns after a clean stop, exits with 1 after a failure.
+    """Entry point of the engine process, which it ends: with 0 after a clean stop, 1 after a failure.
 
     Args:
         build: makes the engine, warm and ready to step; picklable (a module-level function or a
@@ -63,8 +63,9 @@ def run_engine(build: Callable[[], SteppingEngine], address: EngineAddress, hear
             clean = _build_and_run(build, address, context, events, heart)
         finally:
             heart.stop()
-    if not clean:
-        raise SystemExit(1)
+    # Nothing is left to do, and a thread may be in the compiler for a while yet.
+    logging.shutdown()
+    os._exit(0 if clean else 1)
 
 
 def _build_and_run(

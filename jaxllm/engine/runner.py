@@ -1,7 +1,5 @@
 """Runner: owns what lives on the device (weights, pages, request state) and the compiled programs."""
 
-import atexit
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -124,8 +122,6 @@ class Runner:
             on_demand=config.enforce_eager,
         )
         self.num_launches = 0
-        # A thread inside the compiler when the interpreter ends would abort the process.
-        atexit.register(_shut_down, weakref.ref(self))
 
     def _initial_state(self) -> RequestState:
         slots = self.config.max_num_seqs + 1
@@ -275,9 +271,3 @@ class Runner:
     def shutdown(self) -> None:
         """Stop compiling in the background and let go of the programs."""
         self.programs.stop()
-
-
-def _shut_down(reference: "weakref.ref[Runner]") -> None:
-    runner = reference()
-    if runner is not None:
-        runner.shutdown()

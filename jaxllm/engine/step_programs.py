@@ -1,7 +1,10 @@
 """The step, compiled for each bucket: before serving, beside it, or on demand."""
 
+import atexit
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -57,6 +60,8 @@ class StepPrograms:
         self.num_compiles = 0
         self.num_loaded = 0
         self.num_late_compiles = 0
+        # A thread inside the compiler when the interpreter ends would abort the process.
+        atexit.register(_wait_at_exit, weakref.ref(self))
 
     def compile_first(self, progress: Progress | None = None) -> list[Bucket]:
         """Make ready the buckets without which some step could not run, and the smallest ones that are kept.
@@ -65,12 +70,13 @@ class StepPrograms:
         """
         first = self.grid.first()
         needed = [b for b in self.grid.start_order() if b in first or self._store.holds(program_name(b))]
+        logger.info("programs: %d to serve with, compiled or read from the cache", len(needed))
         with _compile_pool(self._threads) as pool:
             futures = {pool.submit(self._make, bucket): bucket for bucket in needed}
             for done, future in enumerate(as_completed(futures), 1):
                 self._add(futures[future], future.result())
                 if progress is not None:
-                    progress(f"compiling {futures[future]}", done, len(futures))
+                    progress(f"programs ({futures[future]})", done, len(futures))
         return needed
 
     def compile_rest(self, others: Sequence[Callable[[], bool]]) -> None:
@@ -88,10 +94,15 @@ class StepPrograms:
                     self.num_compiles += compiled
             # A lone request gains most from the smallest.
             order = dict.fromkeys([*self.grid.smallest(), *reversed(self.grid.buckets())])
-            rest = iter([bucket for bucket in order if bucket not in self._compiled])
+            missing = [bucket for bucket in order if bucket not in self._compiled]
+            logger.info("%d finer programs come beside serving; until then answers are slower", len(missing))
+            start = time.monotonic()
+            rest = iter(missing)
             with _compile_pool(self._background_threads) as pool:
                 for future in [pool.submit(self._work, rest) for _ in range(self._background_threads)]:
                     future.result()
+            if not self._stop.is_set():
+                logger.info("all programs are ready (%d) after %.0f s more", len(order), time.monotonic() - start)
         except Exception:  # serving goes on in the larger buckets
             logger.exception("compiling in the background stopped")
 
@@ -150,10 +161,8 @@ class StepPrograms:
             self._background.join()
 
     def stop(self) -> None:
-        """End compiling in the background, after the programs that are being compiled, and let go of all."""
+        """Let go of all programs; in the background those in the compiler are the last."""
         self._stop.set()
-        if self._background is not None:
-            self._background.join(timeout=60)
         self._compiled = {}
 
 
@@ -169,3 +178,10 @@ def _compile_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
             started.wait()
             threading.stack_size(old)
         yield pool
+
+
+def _wait_at_exit(reference: "weakref.ref[StepPrograms]") -> None:
+    programs = reference()
+    if programs is not None:
+        programs.stop()
+        programs.wait()

@@ -1,10 +1,13 @@
 """Tokenizer: a thin, thread-safe wrapper of a transformers tokenizer, and loading one from a folder."""
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is no fault here
 
 import transformers
 from transformers import PreTrainedTokenizerBase

@@ -5,6 +5,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from converters.rules import BoundRule
 from jaxllm.errors import CheckpointError
 from jaxllm.sharding import make_mesh
 
-CONFIG = dict(
+CONFIG: dict[str, Any] = dict(
     vocab_size=137, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64,
 )  # fmt: skip
