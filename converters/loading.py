@@ -250,7 +250,7 @@ def load_dummy(facts: ModelFacts, *, dtype: str, mesh: Mesh, seed: int = 0, scal
         key = (variable.shape, sharding)
         if key not in programs:
             programs[key] = jax.jit(partial(_random, variable.shape, target, scale), out_shardings=sharding)
-        variables[path] = variable.replace(programs[key](np.uint32(seed * 100_003 + number)))
+        variables[path] = variable.replace(programs[key](np.uint32((seed * 100_003 + number) % 2**32)))
     model = nnx.merge(graph, nnx.from_flat_state(list(variables.items())))
     return LoadedModel(model, facts)
 

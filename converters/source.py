@@ -204,9 +204,19 @@ def _read(path: Path, name: str, tokenizer_path: Path) -> ModelSource:
         kind="folder",
         name=name,
         tokenizer_path=tokenizer_path,
-        hf_config=_read_json(path / "config.json"),
+        hf_config=_read_config(path / "config.json"),
         generation_config=_read_json(generation) if generation.is_file() else {},
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = _read_json(path)
+    architectures = config.get("architectures")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise CheckpointError(f"{path}: architectures must be a list of names, not {architectures!r}")
+    return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,8 @@ def build_core(
         device_bytes=device_bytes(devices[0], args.gpu_memory_utilization),
         cache_dir=str(default_cache_dir()),
     )
-    config = resolved.config
+    # No step can name more tokens than there are.
+    config = replace(resolved.config, max_logprobs=min(resolved.config.max_logprobs, facts.vocab_size))
     count = f"{facts.num_params / 1e6:.0f} M" if facts.num_params >= 1e7 else f"{facts.num_params:,}"
     kind = " (GGUF, dequantised on loading)" if source.kind == "gguf" else ""
     logger.info("model: %s, %s, %s weights%s", source.name, facts.architecture, count, kind)

@@ -6,7 +6,7 @@
 import json
 import re
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import psutil
 
@@ -105,6 +105,7 @@ class EngineArgs:
     compile_cache_dir: str | None = None
 
     def __post_init__(self):
+        self._check_types()
         for name, known in (
             ("load_format", LOAD_FORMATS),
             ("tokenizer_mode", TOKENIZER_MODES),
@@ -114,6 +115,12 @@ class EngineArgs:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
+        if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if isinstance(self.max_model_len, int) and self.max_model_len < 1 and self.max_model_len != -1:
+            raise ValueError(f"max_model_len must be at least 1, 'auto' or -1, got {self.max_model_len}")
         if self.swap_space < 0:
             raise ValueError(f"swap_space must not be negative, got {self.swap_space}")
         if self.max_logprobs < 0:
@@ -121,10 +128,22 @@ class EngineArgs:
                 f"max_logprobs must not be negative, got {self.max_logprobs}: the most log-probabilities of a token "
                 "are compiled into the step, the whole vocabulary is not supported"
             )
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
+        for name in (
+            *("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"),
+            *("num_decode_steps", "kv_cache_memory_bytes"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def _check_types(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value, kinds = getattr(self, name), get_args(hint) or (hint,)
+            plain = tuple(get_origin(kind) or kind for kind in kinds)
+            fits = isinstance(value, (*plain, int) if float in plain else plain)
+            if not fits or (isinstance(value, bool) and bool not in plain):
+                names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in plain)
+                raise ValueError(f"{name} must be {names}, got {value!r}")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -311,9 +330,11 @@ def _max_model_len(
             f"{derived} would work"
         )
     if fitting < asked:
+        would_fit = f"max_model_len {fitting} would fit ('auto' takes it)"
         raise ValueError(
-            f"a sequence of max_model_len {asked} tokens needs {asked * kv_token_bytes / GIB:.2f} GiB of KV cache; "
-            f"{kv_bytes / GIB:.2f} GiB are available. max_model_len {fitting} would fit ('auto' takes it)"
+            f"a sequence of max_model_len {asked} tokens needs {_size_text(asked * kv_token_bytes)} of KV cache; "
+            f"{_size_text(kv_bytes)} are available. "
+            + (would_fit if fitting >= page_size else f"That is not even a page of {page_size} tokens and a spare one")
         )
     return asked, reason
 

@@ -175,6 +175,9 @@ class LLM:
         """
         many = _as_prompts(prompts)
         params = _one_each("sampling_params", sampling_params, len(many))
+        for one in params:
+            if not isinstance(one, SamplingParams | None):
+                raise TypeError(f"sampling_params must be SamplingParams, got {type(one).__name__}")
         priorities = _one_each("priority", priority, len(many))
         prepared = [
             self._inputs.prepare(prompt, sampling, priority=rank or 0)
@@ -252,9 +255,10 @@ class LLM:
 
     def shutdown(self) -> None:
         """Give the device's memory back; the LLM cannot be used any more."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._engine.shutdown()
+        with self._lock:  # a `generate` in another thread ends first
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._engine.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -266,8 +270,6 @@ class LLM:
 
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Run requests to their end."""
-        if self._is_shut_down:
-            raise RuntimeError("this LLM has been shut down")
         final = RequestOutputKind.FINAL_ONLY
         running = {
             p.engine_request.request_id: OutputProcessor(
@@ -277,6 +279,8 @@ class LLM:
         }
         done: dict[str, RequestOutput] = {}
         with self._lock, _Progress(prepared, use_tqdm) as progress, _deferred_interrupt() as interrupted:
+            if self._is_shut_down:
+                raise RuntimeError("this LLM has been shut down")
             try:
                 for p in prepared:
                     self._engine.add_request(p.engine_request)

@@ -4,6 +4,8 @@ Pure Python: the front end fills it, the engine reads it, msgspec carries it bet
 """
 
 import math
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Self
@@ -150,10 +152,19 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         put = object.__setattr__
-        put(self, "stop", [self.stop] if isinstance(self.stop, str) else list(self.stop or []))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.", "output_kind")
         # None is what callers of vLLM pass for "no list".
-        put(self, "stop_token_ids", list(dict.fromkeys(self.stop_token_ids or [])))
-        put(self, "bad_words", list(self.bad_words or []))
+        put(self, "stop", [self.stop] if isinstance(self.stop, str) else _list("stop", self.stop))
+        put(self, "bad_words", _list("bad_words", self.bad_words))
+        ids = [_integer("stop_token_ids", token) for token in _list("stop_token_ids", self.stop_token_ids)]
+        put(self, "stop_token_ids", list(dict.fromkeys(ids)))
+        if self.allowed_token_ids is not None:
+            allowed = _list("allowed_token_ids", self.allowed_token_ids)
+            put(self, "allowed_token_ids", [_integer("allowed_token_ids", token) for token in allowed])
         if self.seed == -1:
             put(self, "seed", None)
         if self.top_k == -1:
@@ -165,12 +176,13 @@ class SamplingParams:
             put(self, "logit_bias", _clean_logit_bias(self.logit_bias))
 
     def _check_counts(self) -> None:
+        put = object.__setattr__
         for name in ("n", "top_k", "min_tokens"):
-            _check_int(name, getattr(self, name))
+            put(self, name, _integer(name, getattr(self, name)))
         optional = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
         for name in optional:
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name))
+                put(self, name, _integer(name, getattr(self, name)))
         for name in ("n", "best_of"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -191,11 +203,10 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         for name in (*penalties, "temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise RequestError(f"{name} must be a number, got {value!r}.", name)
+            value = _number(name, getattr(self, name))
             if not math.isfinite(value):
                 raise RequestError(f"{name} must be finite, got {value}.", name)
+            object.__setattr__(self, name, value)
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise RequestError(f"{name} must be in [-2, 2], got {getattr(self, name)}.", name)
@@ -243,29 +254,58 @@ class SamplingParams:
                 raise RequestError(f"bad_words must be non-empty strings, got {word!r} among them.", "bad_words")
 
     def _check_token_lists(self) -> None:
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token)
-        if self.allowed_token_ids is not None:
-            if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids must not be empty.", "allowed_token_ids")
-            for token in self.allowed_token_ids:
-                _check_int("allowed_token_ids", token)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty.", "allowed_token_ids")
 
 
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+_FLAGS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+def _integer(name: str, value: Any) -> int:
+    """As Python's own; numpy's integers are taken, too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise RequestError(f"{name} must be an integer, got {value!r}.", name)
+    return operator.index(value)
 
 
-def _clean_logit_bias(bias: dict[Any, Any]) -> dict[int, float]:
+def _number(name: str, value: Any) -> float:
+    """As Python's own; numpy's numbers are taken, too. Too large a one is infinite."""
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise RequestError(f"{name} must be a number, got {value!r}.", name)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be a list, got {value!r}.", name)
+    return list(value)
+
+
+def _clean_logit_bias(bias: Any) -> dict[int, float]:
     """Keys to int (JSON objects have string keys), values clamped to -100..100."""
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}.", "logit_bias")
     clean = {}
-    for key, value in bias.items():
+    for key, given in bias.items():
         try:
-            token = int(key)
-        except (TypeError, ValueError):
+            token = int(key) if isinstance(key, str) else _integer("logit_bias", key)
+        except ValueError:
             raise RequestError(f"logit_bias keys must be token ids (integers), got {key!r}.", "logit_bias") from None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-            raise RequestError(f"logit_bias of token {token} must be a number, got {value!r}.", "logit_bias")
-        clean[token] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(value)))
+        value = _number("logit_bias", given)
+        if math.isnan(value):
+            raise RequestError(f"logit_bias of token {token} must be a number, got {given!r}.", "logit_bias")
+        clean[token] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, value))
     return clean

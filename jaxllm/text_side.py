@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from converters.source import ModelSource, resolve_model
 from jaxllm.engine_args import EngineArgs
 from jaxllm.errors import CheckpointError
+from jaxllm.generation_config import GENERATION_KEYS, default_sampling_params, token_ids_of
+from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer
@@ -71,9 +73,24 @@ def build_text_side(args: EngineArgs, source: ModelSource) -> TextSide:
             )
         else:
             logger.warning("%s holds no tokenizer: prompts must be token ids", path)
-    ids = source.hf_config.get("eos_token_id")
-    eos = [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
-    return TextSide(tokenizer, _generation_config(args, source), eos, source)
+    config = _generation_config(args, source)
+    _check_defaults(config)
+    try:
+        eos = token_ids_of(source.hf_config.get("eos_token_id"))
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}/config.json: {error}") from None
+    return TextSide(tokenizer, config, eos, source)
+
+
+def _check_defaults(config: dict[str, Any]) -> None:
+    """Now, or every request that leaves them alone would be refused."""
+    try:
+        SamplingParams.from_optional(**default_sampling_params(config))
+        token_ids_of(config.get("eos_token_id"))
+    except ValueError as error:
+        raise CheckpointError(
+            f"the sampling defaults (generation_config, override_generation_config): {error}"
+        ) from None
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -94,4 +111,10 @@ def _generation_config(args: EngineArgs, source: ModelSource) -> dict[str, Any]:
                 f"generation_config {args.generation_config!r} is neither auto, vllm nor a folder with one"
             )
         config = json.loads(path.read_text())
-    return config | (args.override_generation_config or {})
+    override = args.override_generation_config or {}
+    unknown = sorted(set(override) - set(GENERATION_KEYS))
+    if unknown:
+        raise ValueError(
+            f"override_generation_config has no effect with {unknown}; known: {', '.join(GENERATION_KEYS)}"
+        )
+    return config | override

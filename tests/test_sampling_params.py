@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from jaxllm.errors import RequestError
@@ -112,3 +113,30 @@ def test_msgpack_round_trip():
         n=2, stop=["a"], seed=5, logit_bias={1: 2.0}, bad_words=["x"], output_kind=RequestOutputKind.DELTA
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5), ("stop_token_ids", 5), ("allowed_token_ids", 5), ("bad_words", "abc"), ("bad_words", {"a": 1}),
+        ("logit_bias", [1]), ("logit_bias", {1.7: 1}), ("logit_bias", {1: "x"}), ("temperature", 10**400),
+        ("temperature", "hot"), ("output_kind", "x"), ("include_stop_str_in_output", "no"), ("ignore_eos", 1),
+        ("n", 1.5), ("seed", "x"),
+    ],
+)  # fmt: skip
+def test_wrong_types_are_named(name, value):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_numpy_values_become_plain():
+    given: dict[str, Any] = {
+        "seed": np.int64(5),
+        "temperature": np.float32(0.5),
+        "stop_token_ids": np.array([1, 2]),
+        "logit_bias": {np.int64(3): 1},
+    }
+    params = SamplingParams(**given)
+    assert (params.seed, params.temperature, params.stop_token_ids, params.logit_bias) == (5, 0.5, [1, 2], {3: 1.0})
+    assert type(params.seed) is int and type(params.temperature) is float

@@ -1,5 +1,6 @@
 """The door: prompt and sampling parameters become an EngineRequest, or a RequestError naming the field."""
 
+import operator
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,12 @@ from typing import Any, TypedDict
 
 from jaxllm.engine.protocol import EngineRequest, ModelInfo
 from jaxllm.errors import RequestError
+from jaxllm.generation_config import default_sampling_params, token_ids_of
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
-_DEFAULT_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 256
 _NORMALISER_SLACK = 4
 """Text may shrink this much in a tokenizer's normaliser before its tokens are counted."""
 
@@ -69,8 +72,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.model_info = model_info
         self.default_sampling_params = default_sampling_params(config)
-        own = config.get("eos_token_id")
-        ids = [*([own] if isinstance(own, int) else own or []), *eos_token_ids]
+        ids = [*token_ids_of(config.get("eos_token_id")), *eos_token_ids]
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             ids.insert(0, tokenizer.eos_token_id)
         self.eos_token_ids = [i for i in dict.fromkeys(ids) if 0 <= i < model_info.vocab_size]
@@ -120,6 +122,8 @@ class InputProcessor:
             raise RequestError("cache_salt must be a non-empty string.", "cache_salt")
         self._check_tokens(tokens)
         self._check_sampling(sampling)
+        bad_words = self._bad_word_tokens(sampling.bad_words)
+        self._check_something_is_left(sampling, bad_words)
         request = EngineRequest(
             request_id=request_id or uuid.uuid4().hex,
             prompt_tokens=tokens,
@@ -128,7 +132,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=salt,
             eos_token_ids=self.eos_token_ids,
-            bad_word_tokens=self._bad_word_tokens(sampling.bad_words),
+            bad_word_tokens=bad_words,
         )
         return PreparedRequest(request, sampling, text)
 
@@ -213,6 +217,22 @@ class InputProcessor:
                     name,
                 )
 
+    def _check_something_is_left(self, sampling: SamplingParams, bad_words: list[list[int]]) -> None:
+        """Refuse constraints that may leave no token to sample."""
+        banned = {word[-1] for word in bad_words}
+        if sampling.allowed_token_ids is None:
+            if len(banned) >= self.model_info.vocab_size:
+                raise RequestError("bad_words may leave no token at all.", "bad_words")
+            return
+        allowed = set(sampling.allowed_token_ids) - banned
+        if not allowed:
+            raise RequestError("bad_words may leave none of allowed_token_ids.", "bad_words")
+        if sampling.min_tokens > 0 and not allowed.difference(sampling.stop_token_ids, self.eos_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only tokens that end the output, which min_tokens forbids.",
+                "allowed_token_ids",
+            )
+
     def _resolve(self, sampling: SamplingParams, num_prompt: int, strict: bool) -> SamplingParams:
         """The engine's sampling parameters: max_tokens a number that fits, best_of spelled as n."""
         max_tokens = self._max_tokens(sampling.max_tokens, num_prompt, strict)
@@ -266,26 +286,25 @@ class InputProcessor:
             return []
         if self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer, and this engine has none.", "bad_words")
+        if len(words) > MAX_BAD_WORDS or max(map(len, words)) > MAX_BAD_WORD_CHARACTERS:
+            raise RequestError(
+                f"bad_words may be {MAX_BAD_WORDS} words of {MAX_BAD_WORD_CHARACTERS} characters, got {len(words)} "
+                f"words, the longest of {max(map(len, words))} characters.",
+                "bad_words",
+            )
         size = self.model_info.vocab_size
         return [ids for ids in self.tokenizer.bad_word_token_ids(words) if max(ids) < size]
 
 
-def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling defaults in a generation_config.json, under SamplingParams' names."""
-    defaults = {k: generation_config[k] for k in _DEFAULT_KEYS if generation_config.get(k) is not None}
-    if (max_tokens := generation_config.get("max_new_tokens")) is not None:
-        defaults["max_tokens"] = max_tokens
-    return defaults
-
-
 def _as_token_list(tokens: Any) -> list[int]:
-    try:
-        ids = list(tokens)
-    except TypeError:
-        raise RequestError(
-            f"the prompt must be a string, token ids or a dict, got {type(tokens).__name__}.", "prompt"
-        ) from None
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
+    """Token ids as Python's integers; numpy's are taken, too."""
+    if isinstance(tokens, (bytes, bytearray)) or not hasattr(tokens, "__iter__"):
+        raise RequestError(f"the prompt must be a string, token ids or a dict, got {type(tokens).__name__}.", "prompt")
+    ids = list(tokens)
+    if all(type(token) is int for token in ids):
+        return ids
+    for position, token in enumerate(ids):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise RequestError(f"token ids must be integers, got {token!r}.", "prompt_token_ids")
+        ids[position] = operator.index(token)
     return ids

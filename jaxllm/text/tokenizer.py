@@ -153,14 +153,13 @@ class Tokenizer:
 
     def bad_word_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences of `words`, each as it starts a text and as it follows a space."""
-        sequences: list[list[int]] = []
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             bare = word.lstrip() or word
             for text in (bare, f" {bare}"):
-                tokens = self.encode(text, add_special_tokens=False)
-                if tokens and tokens not in sequences:
-                    sequences.append(tokens)
-        return sequences
+                if tokens := self.encode(text, add_special_tokens=False):
+                    sequences[tuple(tokens)] = None
+        return [list(tokens) for tokens in sequences]
 
     def longest_token(self) -> int:
         """Characters of the longest vocabulary entry: an upper bound of the text one token stands for."""
@@ -206,8 +205,8 @@ def load_tokenizer(
             local_files_only=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CheckpointError(f"cannot load the tokenizer of {folder}: {error}") from error
+    except Exception as error:  # transformers raises many kinds, also for a config.json beside it that is wrong
+        raise CheckpointError(f"cannot load the tokenizer of {folder}: {type(error).__name__}: {error}") from error
     if mode == "slow" and hf.is_fast:
         _LOG.warning('tokenizer_mode "slow": transformers has only the fast %s', type(hf).__name__)
     return Tokenizer(hf)

@@ -16,7 +16,7 @@ from server.openai.errors import unknown_model, unsupported
 from server.openai.generation import Generation, close_all, collect, submit_all
 from server.openai.http import EventStream, json_response, public_id, read_body, run_unless_gone
 from server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from server.openai.sampling import chat_sampling, check_combinations
+from server.openai.sampling import chat_names, chat_sampling, check_combinations
 from server.openai.schemas import ChatCompletionRequest
 from server.openai.streaming import UNUSED_ANSWER_FIELDS, UNUSED_CHOICE_FIELDS, UsageReports, framed, full_usage
 from server.openai.unsupported import refuse_unsupported
@@ -177,7 +177,8 @@ def _prepare(state: ServerState, body: ChatCompletionRequest, request_id: str, a
     inputs = state.input_processor
     if state.chat_template is None or inputs.tokenizer is None:
         raise RequestError("this server has no tokenizer, so it cannot chat: use /v1/completions.", "messages")
-    sampling = chat_sampling(body, inputs)
+    with chat_names(body):
+        sampling = chat_sampling(body, inputs)
     text = state.chat_template.render(
         [message.model_dump(exclude_unset=True) for message in body.messages],
         documents=body.documents,
@@ -186,7 +187,7 @@ def _prepare(state: ServerState, body: ChatCompletionRequest, request_id: str, a
         chat_template=body.chat_template,
         chat_template_kwargs=_template_kwargs(state, body),
     )
-    try:
+    with chat_names(body):
         return inputs.prepare(
             text,
             sampling,
@@ -197,10 +198,6 @@ def _prepare(state: ServerState, body: ChatCompletionRequest, request_id: str, a
             arrival_time=arrival_time,
             strict=True,
         )
-    except RequestError as error:
-        if error.param == "max_tokens" and body.max_completion_tokens is not None:
-            raise RequestError(error.message, "max_completion_tokens") from None
-        raise
 
 
 def _template_kwargs(state: ServerState, body: ChatCompletionRequest) -> dict[str, Any]:

@@ -58,7 +58,12 @@ def unknown_model(name: str) -> ApiError:
 
 def from_validation_error(error: ValidationError) -> ApiError:
     """pydantic's complaint; `param` is the path to the first field at fault, as `body.messages.0.role`."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a field that may be one of several types, the complaint of the type that came closest.
+    field = errors[0]["loc"][:1]
+    first = max(
+        (e for e in errors if e["loc"][:1] == field), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type"))
+    )
     path = [str(part) for part in first["loc"]]
     param = ".".join(["body", *path]) if path else None
     where = f"{'.'.join(path)}: " if path else ""

@@ -1,5 +1,8 @@
 """From request fields to SamplingParams: one place that knows how the two spell things."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from jaxllm.errors import RequestError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.input_processor import InputProcessor
@@ -67,6 +70,20 @@ def chat_sampling(body: ChatCompletionRequest, inputs: InputProcessor) -> Sampli
         max_tokens = inputs.default_sampling_params.get("max_tokens")
     logprobs = (top or 0) if body.logprobs else None
     return inputs.sampling_params(**_same(body), max_tokens=max_tokens, logprobs=logprobs)
+
+
+@contextmanager
+def chat_names(body: ChatCompletionRequest) -> Iterator[None]:
+    """Errors name fields as the chat request spells them."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "max_tokens" and body.max_completion_tokens is not None:
+            message = error.message.replace("max_tokens", "max_completion_tokens")
+            raise RequestError(message, "max_completion_tokens") from None
+        if error.param == "logprobs" and body.top_logprobs is not None:
+            raise RequestError(error.message, "top_logprobs") from None
+        raise
 
 
 def _same(body: SamplingFields) -> dict:

@@ -17,6 +17,8 @@ _NO_MEDIA = "is not supported: this server takes and makes text only"
 # Field -> (values that ask for nothing, what is wrong with the others). None always asks for nothing.
 _KNOWN: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), _NO_BEAMS),
+    "logits_processors": (([],), "is not supported: use the sampling parameters"),
+    "best_of": ((1,), "is not supported in chat: use n, or /v1/completions"),
     "length_penalty": ((1, 1.0), _NO_BEAMS),
     "suffix": ((), "is not supported: this model completes from the left only"),
     "prompt_embeds": ((), "is not supported: give the prompt as text or token ids"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.engine_args import EngineArgs
+from jaxllm.text_side import build_text_side, find_model
 from server.cli import main, make_serve_parser, parse_serve
 from server.cli_argv import flag_names
 from server.cli_engine import engine_args
@@ -104,6 +105,11 @@ def test_tables_name_only_what_the_parser_has_or_has_not():
         (("m", "--what-is-this"), ["unknown flag --what-is-this", "--help"]),
         (("m", "--max-num-seqs", "many"), ["--max-num-seqs", "many"]),
         (("m", "--max-num-seqs", "0"), ["max_num_seqs", "0"]),
+        (("m", "--block-size", "7"), ["block_size must be a power of two", "7"]),
+        (("m", "--block-size", "0"), ["block_size", "0"]),
+        (("m", "--num-decode-steps", "0"), ["num_decode_steps", "0"]),
+        (("m", "--max-model-len", "0"), ["max_model_len", "0"]),
+        (("m", "--seed", "-1"), ["seed", "-1"]),
         (("m", "--dtype", "int3"), ["--dtype", "int3", "bfloat16"]),
         (("m", "--gpu-memory-utilization", "1.5"), ["gpu_memory_utilization", "1.5"]),
         (("m", "--override-generation-config", "{"), ["--override-generation-config"]),
@@ -239,3 +245,37 @@ class TestBench:
         assert main(["bench", "latency", *flags, "--input-len", "60", "--output-len", "60"]) == 2
         error = capsys.readouterr().err
         assert "--input-len must be at least 1, got 0" in error and "do not fit max_model_len 64" in error
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be int, got '2'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be int or None"),
+        ({"enforce_eager": "no"}, "enforce_eager must be bool"),
+        ({"gpu_memory_utilization": "a"}, "gpu_memory_utilization must be float"),
+        ({"seed": True}, "seed must be int"),
+    ],
+)
+def test_wrong_types_of_engine_arguments(values, words):
+    with pytest.raises(ValueError, match=words):
+        EngineArgs(model="m", **values)
+    assert EngineArgs(model="m", gpu_memory_utilization=1, override_generation_config={"top_k": 1}).swap_space == 0.0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [({"temperature": -5}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"bogus": 1}, "bogus"),
+     ({"eos_token_id": "x"}, "eos_token_id")],
+)  # fmt: skip
+def test_sampling_defaults_that_no_request_could_use(tmp_path, override, words):
+    (tmp_path / "config.json").write_text(json.dumps(BENCH_CONFIG))
+    args = EngineArgs(model=str(tmp_path), load_format="dummy", override_generation_config=override)
+    with pytest.raises(ValueError, match=words):
+        build_text_side(args, find_model(args))
+
+
+def test_architectures_must_be_a_list(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BENCH_CONFIG | {"architectures": "LlamaForCausalLM"}))
+    with pytest.raises(ValueError, match="architectures must be a list"):
+        find_model(EngineArgs(model=str(tmp_path), load_format="dummy"))

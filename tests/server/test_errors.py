@@ -47,11 +47,17 @@ BAD_CHATS = [
     ({"max_tokens": 0}, "max_tokens", "BadRequestError"),
     ({"max_tokens": 513}, "max_tokens", "BadRequestError"),
     ({"max_completion_tokens": 513}, "max_completion_tokens", "BadRequestError"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "BadRequestError"),
+    ({"best_of": 2}, "best_of", "BadRequestError"),
+    ({"logits_processors": ["x"]}, "logits_processors", "BadRequestError"),
+    ({"bad_words": [f"word {i}" for i in range(60_000)]}, "bad_words", "BadRequestError"),
+    ({"bad_words": ["x" * 10_000]}, "bad_words", "BadRequestError"),
+    ({"allowed_token_ids": [65], "bad_words": ["A"]}, "bad_words", "BadRequestError"),
     ({"priority": 2**63}, "body.priority", "Bad Request"),
     ({"max_tokens": 5, "min_tokens": 20}, "min_tokens", "BadRequestError"),
     ({"top_logprobs": 2}, "top_logprobs", "BadRequestError"),
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "BadRequestError"),
-    ({"logprobs": True, "top_logprobs": 100}, "logprobs", "BadRequestError"),
+    ({"logprobs": True, "top_logprobs": 100}, "top_logprobs", "BadRequestError"),
     ({"prompt_logprobs": -2}, "prompt_logprobs", "BadRequestError"),
     ({"logit_bias": {"abc": 1}}, "logit_bias", "BadRequestError"),
     ({"logit_bias": {"999999": 1}}, "logit_bias", "BadRequestError"),
@@ -275,3 +281,19 @@ async def test_bug_in_a_route_is_a_500_without_details(serve, monkeypatch, caplo
     assert_error(response, 500, None, "InternalServerError")
     assert "secret" not in response.text
     assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": ["a", "b", "c", "d", "e"]}, ["stop", "at most 4 items"]),
+        ({"stop": [1]}, ["stop", "0", "valid string"]),
+        ({"prompt": [-1]}, ["prompt", "0", "greater than or equal to 0"]),
+        ({"prompt": [[]]}, ["prompt", "at least 1 item"]),
+    ],
+    ids=str,
+)
+async def test_of_several_types_the_nearest_complains(serve, fields, words):
+    response = await serve().completion(**fields)
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and all(word in message for word in words), message

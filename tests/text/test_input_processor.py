@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.errors import RequestError
+from jaxllm.generation_config import default_sampling_params, token_ids_of
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.testing import ByteTokenizer, FakeEngine
-from jaxllm.text.input_processor import InputProcessor, default_sampling_params
+from jaxllm.text.input_processor import InputProcessor
 from jaxllm.text.tokenizer import Tokenizer
 
 LIMIT = 100
@@ -31,6 +33,7 @@ def refusal(inputs: InputProcessor, prompt: Any, strict: bool = True, **sampling
         ({"prompt_token_ids": []}, "prompt"),
         (None, "prompt"),
         (5, "prompt"),
+        (b"abc", "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt_embeds": []}, "prompt"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
@@ -156,3 +159,35 @@ def test_defaults_from_the_generation_config():
         temperature=1.0, top_p=0.9, max_tokens=None
     )
     assert make().sampling_params() == SamplingParams()
+
+
+def test_numpy_token_ids():
+    prompt: Any = np.array([1, 2, 3])
+    tokens = make().prepare(prompt).engine_request.prompt_tokens
+    assert tokens == [1, 2, 3] and {type(token) for token in tokens} == {int}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ({"allowed_token_ids": [65], "bad_words": ["A"]}, "bad_words"),
+        ({"allowed_token_ids": [65, 66], "bad_words": ["A", "xB"]}, "bad_words"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "allowed_token_ids"),
+        ({"bad_words": [f"w{i}" for i in range(2000)]}, "bad_words"),
+        ({"bad_words": ["w" * 300]}, "bad_words"),
+    ],
+)
+def test_constraints_that_leave_nothing(sampling: dict[str, Any], param: str):
+    assert refusal(make(), "a", **sampling).param == param
+
+
+def test_constraints_that_leave_something():
+    assert make().prepare("a", SamplingParams(allowed_token_ids=[65, 66], bad_words=["A"]))
+    assert make().prepare("a", SamplingParams(allowed_token_ids=[7, 8], stop_token_ids=[7], min_tokens=2))
+
+
+@pytest.mark.parametrize("value", ["x", [1, "x"], True, 1.5])
+def test_eos_ids_of_a_configuration(value: Any):
+    assert token_ids_of(None) == [] and token_ids_of(3) == [3] and token_ids_of([3, 4]) == [3, 4]
+    with pytest.raises(ValueError, match="eos_token_id must be"):
+        token_ids_of(value)
